@@ -6,6 +6,7 @@
     python bench/compile_kernels.py --candidates --out ... rules    # replaces the rows of kernels that only
                                                                     # these launches launch
     python bench/compile_kernels.py --stop-at-shared                # no machine code: a third less time
+    python bench/compile_kernels.py --known FOLDER --record         # what changed since, and notes it
 
 Prints a JSON line for each kernel compiled, down to the machine code of Triton's own ptxas. Bar: every kernel
 compiles, within the shared memory that the GPU gives a program. Ends with 1 if one does not.
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from compiled_before import Line, is_compiled_again, key_of, read_lines, write_lines
 from kernel_launches import Launch, candidate_launches, launches
 from quantized_launches import quantized_launches
 from triton import knobs
@@ -91,14 +93,23 @@ BARE_FP8 = re.compile(r"\.e4m3x2\.f32\s+[$%]")
 
 
 class Compiler:
-    """Compiles what launchers launch, each kernel with the same arguments once."""
+    """Compiles what launchers launch, each kernel with the same arguments once.
 
-    def __init__(self, name: str, stop_at_shared: bool = False) -> None:
+    Args:
+        known: what was compiled before, by `key_of`. Of that only a sample is compiled.
+    """
+
+    def __init__(
+        self, name: str, stop_at_shared: bool = False, known: Mapping[str, Line] | None = None
+    ) -> None:
         self.name = name
         self.stop_at_shared = stop_at_shared
         self.gpu = TARGETS[name].gpu
-        self.lines: list[dict[str, Any]] = []
-        self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.lines: list[Line] = []
+        self.by_key: dict[str, Line] = {}
+        """What compiling said, now or before: shared memory, instructions, registers; no failures."""
+        self._known = known or {}
+        self._seen: dict[str, Line] = {}
 
     def kernels_of(self, others: list[Launch]) -> set[str]:
         """The names of all kernels that these launches launch; compiles none."""
@@ -148,18 +159,40 @@ class Compiler:
                     attributes[(index,)] = [["tt.divisibility", 16]]
             options = {"num_warps": num_warps, "num_stages": num_stages}
             options |= {"maxnreg": maxnreg} if maxnreg else {}
-            same = (kernel.__name__, str(signature), str(constants), str(attributes), str(options))
-            if same not in self._seen:
+            given = (
+                signature,
+                *constants,
+                *constants.values(),
+                attributes,
+                options,
+            )  # constants may be functions
+            key = key_of(kernel, self.name, self.stop_at_shared, *given)
+            if key not in self._seen:
                 source_type = GluonASTSource if kernel.is_gluon() else ASTSource
                 source = source_type(kernel, signature, constants, attributes)
                 line = {"target": self.name, "launch": launch, "kernel": kernel.__name__, **options}
-                self._seen[same] = line | self._compile(source, options)
-                print(json.dumps(self._seen[same]), flush=True)
-            self.lines.append(self._seen[same] | {"launch": launch})
+                self._seen[key] = line | self._found(key, source, options)
+                print(json.dumps(self._seen[key]), flush=True)
+            self.lines.append(self._seen[key] | {"launch": launch})
 
         return run
 
-    def _compile(self, source: Any, options: dict[str, int]) -> dict[str, Any]:
+    def _found(self, key: str, source: Any, options: dict[str, int]) -> Line:
+        """What compiling says, or has said before."""
+        before = self._known.get(key)
+        if before is not None and not is_compiled_again(key):
+            self.by_key[key] = before
+            return before
+        found = self._compile(source, options)
+        if "failed" not in found:
+            lasting = {name: value for name, value in found.items() if name != "seconds"}
+            if before is not None and lasting != before:
+                found["failed"] = f"compiled to other than what is recorded of {key}: {before}"
+            else:
+                self.by_key[key] = lasting
+        return found
+
+    def _compile(self, source: Any, options: dict[str, int]) -> Line:
         major, minor = self.gpu.capability
         begin = time.perf_counter()
         try:
@@ -279,8 +312,12 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(TARGETS), help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--candidates", action="store_true", help="also all that tuning may try")
     parser.add_argument("--stop-at-shared", action="store_true", help="make no machine code; not with --out")
+    parser.add_argument("--known", type=Path, help="leave out what this folder's records say, but a sample")
+    parser.add_argument("--record", action="store_true", help="write what was found into --known's folder")
     parser.add_argument("--out", type=Path, help="write a report here")
     args = parser.parse_args()
+    if args.record and (args.known is None or args.names):
+        parser.error("--record writes whole files into the folder of --known: name no launches")
     if args.stop_at_shared:
         if args.out is not None:
             parser.error("--out needs the machine code; leave --stop-at-shared away")
@@ -297,15 +334,19 @@ def main() -> int:
     candidates: dict[str, list[dict[str, Any]]] = {}
     shared: set[str] = set()
     for name in args.targets.split(","):
-        compiler, gpu = Compiler(name, args.stop_at_shared), TARGETS[name].gpu
+        records = None if args.known is None else args.known / f"{name}.jsonl"
+        known = None if records is None else read_lines(records)
+        compiler, gpu = Compiler(name, args.stop_at_shared, known), TARGETS[name].gpu
         every = (*launches(gpu), *quantized_launches(gpu))
         wanted = [one for one in every if one.every or gpu.has_wgmma]
         shared |= compiler.kernels_of([one for one in wanted if not _is_named(one, args.names)])
         defaults[name] = list(compiler.run([one for one in wanted if _is_named(one, args.names)]))
         if args.candidates:
-            known = len(compiler.lines)
+            num_defaults = len(compiler.lines)
             compiler.run([one for one in candidate_launches(gpu) if _is_named(one, args.names)])
-            candidates[name] = compiler.lines[known:]
+            candidates[name] = compiler.lines[num_defaults:]
+        if args.record and records is not None:
+            write_lines(records, compiler.by_key)
     lines = [line for found in (defaults, candidates) for own in found.values() for line in own]
     failed = [line for line in lines if "failed" in line]
     for line in failed:

@@ -1,10 +1,11 @@
 """Settings every test runs under."""
 
+import gc
 import logging
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,7 +46,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-rounds", type=int, default=4, help="rounds of each engine fuzz test")
     parser.addoption("--all-pairs", action="store_true", help="every two features together, not a sample")
     parser.addoption("--all-families", action="store_true", help="every variant of a family, not a sample")
+    parser.addoption("--all-kernels", action="store_true", help="compile every kernel, not what changed")
+    parser.addoption("--record-kernels", action="store_true", help="record what kernels compile to")
     parser.addoption("--ray", action="store_true", help="also what needs a real Ray (make test-ray)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests, and all that they import, stay: the garbage collector need not look at them again.
+
+    With it at work tests of engines took twice as long, because each engine that ends has garbage collected.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from triton_kernels.early_start import EARLY_KERNELS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+COMPILED = HERE / "compiled"
+"""What each kernel compiled to, for each GPU; bench/compiled_before.py reads and writes it."""
 TMA_KERNELS = {"_tiled_linear_kernel", "_sum_splits_kernel", "_fp8_tiled_kernel", "_int4_tiled_kernel"}
 """Only GPUs with TMA run them; torch's product serves elsewhere."""
 FP8_KERNELS = {
@@ -132,12 +134,24 @@ def output_lines(program: Path, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.timeout(900)  # sm_90 takes 95 s, and 300 on slow or busy machines
+@pytest.mark.timeout(900)  # with --all-kernels sm_90 takes 95 s, and 400 on slow or busy machines
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
-def test_every_kernel_compiles_for_every_gpu_within_its_shared_memory_and_registers(target: str) -> None:
-    """The program itself fails if a kernel does not compile, or takes more shared memory than there is."""
+def test_every_kernel_compiles_for_every_gpu_within_its_shared_memory_and_registers(
+    target: str, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    """The program itself fails if a kernel does not compile, or takes more shared memory than there is.
+
+    What has not changed since it was recorded is not compiled again, but for a sample. After a change of a
+    kernel: `pytest tests/triton_kernels/test_compilation.py --record-kernels`.
+    """
     # Machine code takes a third of the time; the report in bench/results is of all of it.
     options = [] if target == "sm_90" else ["--stop-at-shared"]
+    record = pytestconfig.getoption("--record-kernels")
+    every = pytestconfig.getoption("--all-kernels")
+    if every and record:
+        (COMPILED / f"{target}.jsonl").unlink(missing_ok=True)
+    options += ["--known", str(tmp_path if every and not record else COMPILED)]
+    options += ["--record"] if record else []
     compiled = output_lines(ROOT / "bench/compile_kernels.py", "--targets", target, *options)
     assert {line["target"] for line in compiled} == {target}
     compute = int(target.removeprefix("sm_"))

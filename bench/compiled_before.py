@@ -1,0 +1,86 @@
+"""What compile_kernels.py found earlier, so that it need not compile what has not changed.
+
+What a kernel compiles to depends on its code, its arguments, the GPU and Triton. A key stands for all of
+these: a line with the same key says what compiling would say. Each target has a file of such lines of JSON.
+
+Promise: an edit of code that a kernel does not run, of comments or of the order of functions changes no key.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from triton_kernels.tuning import code_only
+
+Line = dict[str, Any]
+
+
+def key_of(kernel: JITFunction[Any], *rest: Any) -> str:
+    """The key of a kernel with such arguments; what of them is a kernel's function counts as its code."""
+    parts = [triton.__version__, *code_of(kernel)]
+    for one in rest:
+        parts += code_of(one) if isinstance(one, JITFunction) else [str(one)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def is_compiled_again(key: str) -> bool:
+    """One in sixteen is, every time: were the lines written by hand, they would be found out."""
+    return key.startswith("0")
+
+
+def read_lines(path: Path) -> dict[str, Line]:
+    """Key -> line. A file that is not there has none."""
+    if not path.exists():
+        return {}
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    return {line.pop("key"): line for line in lines}
+
+
+def write_lines(path: Path, lines: dict[str, Line]) -> None:
+    """Write the file, in the order of the keys."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(f".{os.getpid()}")
+    texts = [json.dumps({"key": key, **lines[key]}) for key in sorted(lines)]
+    beside.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def code_of(function: JITFunction[Any]) -> list[str]:
+    """The code of a kernel and of all it calls, and the values of the constants that these name."""
+    found: dict[str, list[str]] = {}
+    _collect(function, found)
+    return [text for name in sorted(found) for text in found[name]]
+
+
+def _collect(function: JITFunction[Any], found: dict[str, list[str]]) -> None:
+    name = f"{function.__module__}.{function.__name__}"
+    if name in found:
+        return
+    source = code_only(textwrap.dedent(function.src))
+    parts = found[name] = [name, source, f"noinline={getattr(function, 'noinline', False)}"]
+    for named, value in sorted(dict(_globals_of(ast.parse(source), function.__globals__)).items()):
+        if isinstance(value, JITFunction):
+            _collect(value, found)
+        elif isinstance(value, tl.constexpr | int | float | str | bool | tuple):
+            parts.append(f"{named}={value}")
+
+
+def _globals_of(tree: ast.AST, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the code names of its file's globals, and of those modules of this project that are among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in names:
+            yield node.id, names[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = names.get(node.value.id)
+            if isinstance(module, ModuleType) and module.__name__.startswith("triton_kernels"):
+                yield f"{node.value.id}.{node.attr}", getattr(module, node.attr, None)
