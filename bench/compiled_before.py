@@ -7,7 +7,9 @@ Promise: an edit of code that a kernel does not run, of comments or of the order
 """
 
 import ast
+import functools
 import hashlib
+import inspect
 import json
 import os
 import textwrap
@@ -34,7 +36,7 @@ def key_of(kernel: JITFunction[Any], *rest: Any) -> str:
 
 
 def is_compiled_again(key: str) -> bool:
-    """One in sixteen is, every time: were the lines written by hand, they would be found out."""
+    """One in sixteen is, every time, and must say what is recorded."""
     return key.startswith("0")
 
 
@@ -55,6 +57,7 @@ def write_lines(path: Path, lines: dict[str, Line]) -> None:
     os.replace(beside, path)
 
 
+@functools.cache
 def code_of(function: JITFunction[Any]) -> list[str]:
     """The code of a kernel and of all it calls, and the values of the constants that these name."""
     found: dict[str, list[str]] = {}
@@ -71,8 +74,19 @@ def _collect(function: JITFunction[Any], found: dict[str, list[str]]) -> None:
     for named, value in sorted(dict(_globals_of(ast.parse(source), function.__globals__)).items()):
         if isinstance(value, JITFunction):
             _collect(value, found)
-        elif isinstance(value, tl.constexpr | int | float | str | bool | tuple):
+        elif isinstance(value, tl.constexpr | tl.dtype | int | float | str | tuple):
             parts.append(f"{named}={value}")
+        elif not isinstance(value, ModuleType):
+            parts.append(f"{named}={_name_of(value)}")
+
+
+def _name_of(value: Any) -> str:
+    """A name for a function of Triton's, or any other value: where it is defined, and of ours its code."""
+    inner = getattr(value, "fn", value)
+    place = f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', repr(inner))}"
+    if not place.startswith("triton_kernels"):
+        return place
+    return place + code_only(textwrap.dedent(inspect.getsource(inner)))
 
 
 def _globals_of(tree: ast.AST, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:

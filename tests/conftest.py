@@ -66,6 +66,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_runtest_teardown() -> None:
+    """Tests of what freezes objects let all of them go at their end."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _loggers_as_before() -> Iterator[None]:
     """A command that a test runs in this process sets up logging, which would hide later messages from

@@ -95,7 +95,7 @@ def default_fp8_choice(
 
     Args: as default_fp8_tiled_config; width: the inputs, K.
     """
-    if gpu.has_wgmma and library_takes(num_outputs, width, blocks):
+    if gpu.has_wgmma and _has_cuda_12_9() and library_takes(num_outputs, width, blocks):
         if rows > (FEW_ROWS if blocks else 128) and (blocks or rows <= 512):
             return LIBRARY
         if gated and rows == 128 and ceil_div(num_outputs, 128) > gpu.multiprocessors:
@@ -104,11 +104,15 @@ def default_fp8_choice(
 
 
 def library_takes(num_outputs: int, width: int, blocks: bool) -> bool:
-    """Whether torch's product serves such a weight on a Hopper GPU: with scales of blocks since CUDA 12.9."""
-    if not blocks:
-        return num_outputs % 16 == 0 and width % 16 == 0
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    return cuda >= (12, 9) and num_outputs % GROUP == 0 and width % (4 * GROUP) == 0
+    """Whether torch's product serves such a weight: with scales of blocks on Hopper, since CUDA 12.9."""
+    if blocks:
+        return _has_cuda_12_9() and num_outputs % GROUP == 0 and width % (4 * GROUP) == 0
+    return num_outputs % 16 == 0 and width % 16 == 0
+
+
+def _has_cuda_12_9() -> bool:
+    """Before, torch multiplies with scales of channels by another library, which was not measured."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2]) >= (12, 9)
 
 
 def default_fp8_tiled_config(
@@ -167,7 +171,9 @@ def _are_few(x: Tensor, weight_scale: Tensor, gated: bool) -> bool:
     return x.shape[0] <= (FEW_ROWS if x.shape[1] <= 8192 else FEW_ROWS // 2)
 
 
-def _many_config(x: Tensor, weight: Tensor, blocks: bool, gated: bool) -> Fp8TiledConfig:
+def _many_config(
+    x: Tensor, weight: Tensor, blocks: bool, gated: bool, dtype: torch.dtype = torch.bfloat16
+) -> Fp8TiledConfig:
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     # Sizes as the tuning table has them.
     size = 192 if 128 < x.shape[0] <= 192 else next_power_of_2(x.shape[0])
@@ -175,7 +181,7 @@ def _many_config(x: Tensor, weight: Tensor, blocks: bool, gated: bool) -> Fp8Til
     default = default_fp8_choice(num_outputs, x.shape[1], size, blocks, gated, gpu)
     op = ("fp8_gated_linear_many" if gated else "fp8_linear_many") + ("_blocks" if blocks else "")
     choice = tuned(default, op, x.device, torch.bfloat16, exact=(*weight.shape,), near=(), size=size)
-    if choice == LIBRARY and not library_takes(num_outputs, x.shape[1], blocks):
+    if choice == LIBRARY and (dtype != torch.bfloat16 or not library_takes(num_outputs, x.shape[1], blocks)):
         return default_fp8_tiled_config(num_outputs, size, blocks, gated, gpu)
     return choice
 
@@ -199,7 +205,7 @@ def fp8_linear_many(
         return fp8_linear_reference(*arguments)
     if _are_few(x, weight_scale, gated=False):
         return fp8_linear_few(*arguments)
-    config = _many_config(x, weight, weight_scale.dim() == 2, False)
+    config = _many_config(x, weight, weight_scale.dim() == 2, False, dtype)
     if config == LIBRARY:
         return fp8_linear_torch(*arguments)
     return fp8_linear_many_with(*arguments, config=config)
@@ -227,7 +233,7 @@ def fp8_gated_linear_many(
         return fp8_gated_linear_reference(*arguments)
     if _are_few(x, weight_scale, gated=True):
         return fp8_gated_linear_few(*arguments)
-    config = _many_config(x, weight, weight_scale.dim() == 2, True)
+    config = _many_config(x, weight, weight_scale.dim() == 2, True, dtype)
     if config == LIBRARY:
         return silu_mul(fp8_linear_torch(x, x_scale, weight, weight_scale, None, dtype))
     return fp8_gated_linear_many_with(*arguments, config=config)
@@ -252,7 +258,7 @@ def fp8_gated_linear_rounded(
     """quantize_fp8 of fp8_gated_linear_many: behind torch's product, SiLU and the rounding are one launch."""
     arguments = (x, x_scale, weight, weight_scale, dtype)
     if _has_kernels(x) and not _are_few(x, weight_scale, gated=True):
-        config = _many_config(x, weight, weight_scale.dim() == 2, True)
+        config = _many_config(x, weight, weight_scale.dim() == 2, True, dtype)
         if config == LIBRARY:
             return silu_mul_fp8(fp8_linear_torch(x, x_scale, weight, weight_scale, None, dtype), group)
     return quantize_fp8(fp8_gated_linear_many(*arguments), group)

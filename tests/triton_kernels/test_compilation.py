@@ -137,7 +137,7 @@ def output_lines(program: Path, *arguments: str) -> list[dict]:
 @pytest.mark.timeout(900)  # with --all-kernels sm_90 takes 95 s, and 400 on slow or busy machines
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_every_kernel_compiles_for_every_gpu_within_its_shared_memory_and_registers(
-    target: str, pytestconfig: pytest.Config, tmp_path: Path
+    target: str, pytestconfig: pytest.Config
 ) -> None:
     """The program itself fails if a kernel does not compile, or takes more shared memory than there is.
 
@@ -146,12 +146,9 @@ def test_every_kernel_compiles_for_every_gpu_within_its_shared_memory_and_regist
     """
     # Machine code takes a third of the time; the report in bench/results is of all of it.
     options = [] if target == "sm_90" else ["--stop-at-shared"]
-    record = pytestconfig.getoption("--record-kernels")
-    every = pytestconfig.getoption("--all-kernels")
-    if every and record:
-        (COMPILED / f"{target}.jsonl").unlink(missing_ok=True)
-    options += ["--known", str(tmp_path if every and not record else COMPILED)]
-    options += ["--record"] if record else []
+    options += ["--known", str(COMPILED)]
+    options += ["--record"] if pytestconfig.getoption("--record-kernels") else []
+    options += ["--every"] if pytestconfig.getoption("--all-kernels") else []
     compiled = output_lines(ROOT / "bench/compile_kernels.py", "--targets", target, *options)
     assert {line["target"] for line in compiled} == {target}
     compute = int(target.removeprefix("sm_"))

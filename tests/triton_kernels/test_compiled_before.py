@@ -16,6 +16,8 @@ KERNELS = """
     import triton.language as tl
 
     SIZE = tl.constexpr(16)
+    WIDE = tl.float32
+    bend = tl.sin
 
     @triton.jit
     def helper(x):
@@ -28,7 +30,7 @@ KERNELS = """
     @triton.jit
     def kernel(x_ptr):
         \"\"\"Adds.\"\"\"
-        tl.store(x_ptr, helper(tl.load(x_ptr)))
+        tl.store(x_ptr, bend(helper(tl.load(x_ptr)).to(WIDE)))
 """
 CHANGES = {
     "same": ("", ""),
@@ -36,9 +38,11 @@ CHANGES = {
     "a comment": ("return x + SIZE", "return x + SIZE  # why"),
     "a docstring": ("Adds.", "Adds a number."),
     "what it does not run": ("return x\n", "return x + 1\n"),
-    "its code": ("tl.load(x_ptr)))", "tl.load(x_ptr) * 2))"),
+    "its code": ("tl.load(x_ptr))", "tl.load(x_ptr) * 2)"),
     "what it calls": ("return x + SIZE", "return x - SIZE"),
     "a constant": ("constexpr(16)", "constexpr(32)"),
+    "a type": ("WIDE = tl.float32", "WIDE = tl.float16"),
+    "another name of a function": ("bend = tl.sin", "bend = tl.cos"),
 }
 KEYS = """
 import importlib.util, json, pathlib, sys
@@ -91,7 +95,7 @@ def test_a_key_changes_with_what_the_kernel_runs_and_with_nothing_else(tmp_path:
     keys = json.loads(result_of(KEYS, str(tmp_path)))
     alike = {name for name, key in keys.items() if key == keys["same"]}
     assert alike == {"same", "another place", "a comment", "a docstring", "what it does not run"}
-    assert len(set(keys.values())) == 5
+    assert len(set(keys.values())) == 7
 
 
 def test_a_record_that_compiling_does_not_confirm_is_a_failure() -> None:

@@ -132,13 +132,15 @@ def test_untuned_layers_of_many_rows_take_torchs_product_where_it_was_faster(gat
     assert not choice(4100, 256, False)  # what it can't multiply
     assert not choice(4096, 256, True, width=4224)
     assert not choice(4096, 256, True, gpu=H200._replace(capability=(12, 0)))  # what was not measured
-    monkeypatch.setattr(torch.version, "cuda", "12.8")  # has no scales of blocks
-    assert choice(4096, 256, False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert not choice(4096, 256, False)
     assert not choice(4096, 256, True)
 
 
 def test_a_choice_of_the_tuning_table_that_torch_can_not_multiply_is_not_taken(monkeypatch):
     one = layer((80, 256, 128), "cpu", blocks=True)
     monkeypatch.setattr(module, "tuned", lambda *_, **__: LIBRARY)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert module._many_config(one.x, one.weight, True, False) != LIBRARY
     assert module._many_config(one.x, one.weight, False, False) == LIBRARY
+    assert module._many_config(one.x, one.weight, False, False, torch.float32) != LIBRARY

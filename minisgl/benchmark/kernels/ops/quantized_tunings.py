@@ -86,7 +86,7 @@ def _fp8_tuning(gated: bool, blocks: bool) -> Tuning:
         return [*own, LIBRARY] if library_takes(outputs, matrix.width, blocks) else own
 
     return Tuning(
-        files=("fp8_linear_many.py", "fp8_linear_torch.py"),
+        files=("fp8_linear_many.py", "fp8_linear_torch.py", "linear_many.py"),
         by_size=True,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
         near=lambda matrix: {},
@@ -115,7 +115,7 @@ def _int4_tuning(gated: bool) -> Tuning:
         return [*tiled, DEQUANTIZED]
 
     return Tuning(
-        files=("int4_linear_many.py", "int4_packing.py", "quantize_int4.py"),
+        files=("int4_linear_many.py", "int4_packing.py", "linear_many.py", "quantize_int4.py"),
         by_size=True,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width, "group": BLOCK, "zeros": 0},
         near=lambda matrix: {},
