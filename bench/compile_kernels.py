@@ -163,13 +163,7 @@ class Compiler:
                     attributes[(index,)] = [["tt.divisibility", 16]]
             options = {"num_warps": num_warps, "num_stages": num_stages}
             options |= {"maxnreg": maxnreg} if maxnreg else {}
-            given = (
-                signature,
-                *constants,
-                *constants.values(),
-                attributes,
-                options,
-            )  # constants may be functions
+            given = (signature, constants, attributes, options)
             key = key_of(kernel, self.name, self.stop_at_shared, *given)
             if key not in self._seen:
                 source_type = GluonASTSource if kernel.is_gluon() else ASTSource

@@ -28,10 +28,8 @@ Line = dict[str, Any]
 
 
 def key_of(kernel: JITFunction[Any], *rest: Any) -> str:
-    """The key of a kernel with such arguments; what of them is a kernel's function counts as its code."""
-    parts = [triton.__version__, *code_of(kernel)]
-    for one in rest:
-        parts += code_of(one) if isinstance(one, JITFunction) else [str(one)]
+    """The key of a kernel, and of all else that it depends on."""
+    parts = [triton.__version__, *code_of(kernel), *map(str, rest)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

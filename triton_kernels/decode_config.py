@@ -65,7 +65,7 @@ def choose_config(
         kv_dtype: of the pools; None = that of x.
     """
     is_fp8 = kv_dtype == FP8
-    rows = tier_rows(num_kv_heads, head_dim, FP8_TIERS if is_fp8 else TIERS)
+    rows = tier_rows(num_kv_heads, head_dim, _tiers(is_fp8))
     if config is not None:
         return config, rows
     few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
@@ -199,6 +199,10 @@ def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
     return 1 + num_kv_heads * num_rows * MAX_SPLITS
 
 
+def _tiers(is_fp8: bool) -> tuple[int, int, int]:
+    return FP8_TIERS if is_fp8 else TIERS
+
+
 def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> list[int]:
     """The most rows of a batch that does not exceed each of `tiers`."""
     return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in tiers]
@@ -211,7 +215,7 @@ def fewest_alike(
 
     Valid if no config is given.
     """
-    changes = tier_rows(num_kv_heads, head_dim, FP8_TIERS if is_fp8 else TIERS)
+    changes = tier_rows(num_kv_heads, head_dim, _tiers(is_fp8))
     shape = (head_dim, element_size, num_heads // num_kv_heads, num_kv_heads)
     shared = warps_share(*shape, is_fp8)
     if shared is not None:

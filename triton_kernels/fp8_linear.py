@@ -171,9 +171,7 @@ def _are_few(x: Tensor, weight_scale: Tensor, gated: bool) -> bool:
     return x.shape[0] <= (FEW_ROWS if x.shape[1] <= 8192 else FEW_ROWS // 2)
 
 
-def _many_config(
-    x: Tensor, weight: Tensor, blocks: bool, gated: bool, dtype: torch.dtype = torch.bfloat16
-) -> Fp8TiledConfig:
+def _many_config(x: Tensor, weight: Tensor, blocks: bool, gated: bool, dtype: torch.dtype) -> Fp8TiledConfig:
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     # Sizes as the tuning table has them.
     size = 192 if 128 < x.shape[0] <= 192 else next_power_of_2(x.shape[0])

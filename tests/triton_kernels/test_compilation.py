@@ -235,6 +235,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "rope_store normed": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "paged_decode": ["arrivals_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
+        "paged_decode over e4m3": ["arrivals_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
         "rope_paged_decode": [
             "arrivals_ptr",
             "k_cache_ptr",

@@ -141,6 +141,6 @@ def test_a_choice_of_the_tuning_table_that_torch_can_not_multiply_is_not_taken(m
     one = layer((80, 256, 128), "cpu", blocks=True)
     monkeypatch.setattr(module, "tuned", lambda *_, **__: LIBRARY)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert module._many_config(one.x, one.weight, True, False) != LIBRARY
-    assert module._many_config(one.x, one.weight, False, False) == LIBRARY
+    assert module._many_config(one.x, one.weight, True, False, torch.bfloat16) != LIBRARY
+    assert module._many_config(one.x, one.weight, False, False, torch.bfloat16) == LIBRARY
     assert module._many_config(one.x, one.weight, False, False, torch.float32) != LIBRARY

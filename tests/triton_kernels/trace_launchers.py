@@ -36,6 +36,7 @@ from triton_kernels import (
     token_mask,
 )
 from triton_kernels.linear_few import MAX_ROWS
+from triton_kernels.quantize_fp8 import FP8
 
 
 class PretendDriver:
@@ -267,6 +268,15 @@ def main() -> None:
         *pools,
         *rows,
         dynamic=(0, 4, 5),
+    )
+    trace(
+        "paged_decode over e4m3",
+        lambda scales, *args: paged_decode.paged_decode_triton(*args, scale=0.1, kv_scales=scales),
+        torch.ones(2),
+        q,
+        *(pool.to(FP8) for pool in pools),
+        *rows,
+        dynamic=(1, 5, 6),
     )
     trace(
         "rope_paged_decode",
