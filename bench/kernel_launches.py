@@ -30,7 +30,6 @@ from triton_kernels import (
     moe_choice,
     moe_gate,
     norm_router,
-    norm_values,
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
@@ -101,11 +100,6 @@ def _norms_and_rows() -> Iterator[Launch]:
     yield Launch("enter_mixture 2x2816 to 128", lambda: mixture_norms.enter_mixture(x, x, *entry))
     leaving = (empty(2, 1, dtype=F32), x, mixture_norms.ExitNorms(w, w, w), 1e-6, empty(1))
     yield Launch("leave_mixture 2x2816", lambda: mixture_norms.leave_mixture(x, x, *leaving))
-    qkv = empty(64, 32 * 256)
-    call = functools.partial(norm_values.norm_values_triton, qkv, 8 * 256, 256, 1e-6, False)
-    yield Launch("norm_values 32 heads of 256", call)
-    call = functools.partial(norm_values.norm_values_triton, qkv, 2 * 512, 512, 1e-6, True)
-    yield Launch("norm_values 16 heads of 512, from keys", call, False)
     yield Launch("silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336)))
     yield Launch("gelu_tanh_mul 14336", lambda: silu_mul.gelu_tanh_mul_triton(empty(64, 2 * 14336)))
     floats = empty(257, dtype=F32)
@@ -189,29 +183,34 @@ def attention_arguments(
 
 
 def _rope_and_decode() -> Iterator[Launch]:
-    def store(tokens: int, heads: int, kv_heads: int, normed: bool) -> Callable[[], Any]:
+    def store(tokens: int, heads: int, kv_heads: int, normed: bool, values: Any = None) -> Callable[[], Any]:
         pool = empty(4096, 16, kv_heads, 128)
-        qkv, table = empty(tokens, (heads + 2 * kv_heads) * 128), empty(8192, 128, dtype=F32)
+        num_heads = heads + kv_heads * (1 if values == "keys" else 2)
+        qkv, table = empty(tokens, num_heads * 128), empty(8192, 128, dtype=F32)
         arguments = (qkv, table, ints(tokens), ints(tokens), pool, pool)
         weights = (empty(128), empty(128)) if normed else ()
-        return functools.partial(rope_store.rope_store_triton, *arguments, *weights)
+        return functools.partial(rope_store.rope_store_triton, *arguments, *weights, normed_values=values)
 
     def decode(*shape: int, dtype: torch.dtype = BF16, **options: Any) -> Callable[[], Any]:
         return functools.partial(
             paged_decode.paged_decode_triton, *attention_arguments(64, *shape, dtype=dtype), 0.1, **options
         )
 
-    def rope_decode(heads: int, kv_heads: int, head_dim: int, rows: int, normed: bool) -> Callable[[], Any]:
+    def rope_decode(
+        heads: int, kv_heads: int, head_dim: int, rows: int, normed: bool, values: Any = None
+    ) -> Callable[[], Any]:
         _, k_cache, v_cache, *where = attention_arguments(rows, heads, kv_heads, head_dim, 16)
         norm = empty(head_dim) if normed else None
-        table, qkv = empty(8192, head_dim, dtype=F32), empty(rows, (heads + 2 * kv_heads) * head_dim)
-        rope = paged_decode.Rope(table, ints(rows), ints(rows), norm, norm)
+        num_heads = heads + kv_heads * (1 if values == "keys" else 2)
+        table, qkv = empty(8192, head_dim, dtype=F32), empty(rows, num_heads * head_dim)
+        rope = paged_decode.Rope(table, ints(rows), ints(rows), norm, norm, 1e-6, values)
         arguments = (qkv, k_cache, v_cache, *where)
         return functools.partial(paged_decode.paged_decode_triton, *arguments, scale=0.1, rope=rope)
 
     yield Launch("rope_store 32/8/128", store(64, 32, 8, False))
     yield Launch("rope_store normed 32/4/128, 2 tokens", store(2, 32, 4, True))
     yield Launch("rope_store normed 32/4/128, 64 tokens", store(64, 32, 4, True), False)
+    yield Launch("rope_store normed 32/4/128, values of keys", store(64, 32, 4, True, "keys"), False)
     yield Launch("decode 32/8/128 page 16", decode(32, 8, 128, 16), False)
     yield Launch("decode 9/3/64 page 16 fp16", decode(9, 3, 64, 16, dtype=F16), False)
     yield Launch("decode 28/4/80 page 1", decode(28, 4, 80, 1, window=1024, softcap=30.0), False)
@@ -224,9 +223,10 @@ def _rope_and_decode() -> Iterator[Launch]:
     yield Launch("rope_decode 32/8/128", rope_decode(32, 8, 128, 64, normed=False))
     yield Launch("rope_decode 32/4/128 normed", rope_decode(32, 4, 128, 64, normed=True), False)
     yield Launch("rope_decode 32/4/128 normed, few rows", rope_decode(32, 4, 128, 2, normed=True))
-    for heads in ((16, 8, 256), (16, 2, 512), (64, 8, 64)):
+    for heads, values in (((16, 8, 256), "values"), ((16, 2, 512), "keys"), ((64, 8, 64), None)):
         name = "/".join(map(str, heads))
-        yield Launch(f"rope_decode {name}, few rows", rope_decode(*heads, 2, normed=heads[2] != 64), False)
+        call = rope_decode(*heads, 2, normed=heads[2] != 64, values=values)
+        yield Launch(f"rope_decode {name}, few rows", call, False)
     yield Launch("rope_decode 9/3/64", rope_decode(9, 3, 64, 64, normed=False))
 
 

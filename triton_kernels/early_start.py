@@ -33,7 +33,6 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_leave_mixture_kernel": None,
     "_linear_kernel": None,
     "_norm_router_kernel": None,
-    "_norm_values_kernel": None,
     "_paged_decode_kernel": None,
     "_pairs_down_fp8_kernel": "_pairs_up_fp8_kernel",
     "_pairs_down_int4_kernel": "_pairs_up_int4_kernel",

@@ -103,12 +103,13 @@ def rope_store_cpu(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    normed_values: str | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The op `rope_store`. q and k are rotated together, because their heads lie side by side in qkv."""
     num_tokens, num_kv_heads, head_dim = qkv.shape[0], *k_cache.shape[2:]
     heads = qkv.unflatten(1, (-1, head_dim))
-    num_rotated = heads.shape[1] - num_kv_heads
+    num_rotated = heads.shape[1] - (0 if normed_values == "keys" else num_kv_heads)
     num_heads = num_rotated - num_kv_heads
     stored = None
     if num_tokens and int(slot_mapping.min()) < 0:
@@ -130,7 +131,10 @@ def rope_store_cpu(
     turned[:, :, 0].addcmul_(b, sin, value=-1)
     turned[:, :, 1].addcmul_(a, sin)
     rotated = turned.flatten(2).to(qkv.dtype)
-    k, v, slots = rotated[:, num_heads:], heads[:, num_rotated:], slot_mapping
+    k, v, slots = rotated[:, num_heads:], heads[:, -num_kv_heads:], slot_mapping
+    if normed_values is not None:
+        wide = v.to(table.dtype)
+        v = (wide * _root_mean_square_inverse(wide, eps)).to(qkv.dtype)
     if stored is not None:
         k, v, slots = k[stored], v[stored], slots[stored]
     slots = slots.long()

@@ -42,7 +42,7 @@ from triton_kernels.early_start import after_predecessor, can_start_early, start
 from triton_kernels.fp8_cache import from_pool, scales_of, stored, unpacked_pairs
 from triton_kernels.gpu import num_multiprocessors
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.rope_store import rope_store_reference
+from triton_kernels.rope_store import NormedValues, num_query_heads, rope_store_reference
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
@@ -185,6 +185,8 @@ def _paged_decode_kernel(
     ROPE: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
+    V_IS_K: tl.constexpr,
     eps: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -303,7 +305,7 @@ def _paged_decode_kernel(
             new_ptr = row_ptr + (H + kv_head) * D
             new_k = tl.load(new_ptr + lanes, is_new, other=0.0).to(tl.float32)
             new_k_partner = tl.load(new_ptr + partner, is_new, other=0.0).to(tl.float32)
-            new_v = tl.load(new_ptr + K * D + lanes, is_new, other=0.0)
+            new_v = tl.load(new_ptr + (0 if V_IS_K else K * D) + lanes, is_new, other=0.0)
             x = q.to(tl.float32)
             x_partner = q_partner.to(tl.float32)
             if Q_NORM:
@@ -314,6 +316,9 @@ def _paged_decode_kernel(
                 k_factor = tl.rsqrt(tl.sum(new_k * new_k, 0) / D + eps)
                 new_k = new_k * k_factor * k_weight
                 new_k_partner = new_k_partner * k_factor * k_weight_of_partner
+            if V_NORM:
+                wide_v = new_v.to(tl.float32)
+                new_v = (wide_v * tl.rsqrt(tl.sum(wide_v * wide_v, 0) / D + eps)).to(new_v.dtype)
             q = (x * cos[:, None] + x_partner * sin[:, None]).to(q.dtype)
             new_k = (new_k * cos + new_k_partner * sin).to(q.dtype)
             new_page = tl.maximum(slot, 0) // S
@@ -468,6 +473,7 @@ class Rope(NamedTuple):
     q_norm_weight: Tensor | None = None  # [D]; None = no norm
     k_norm_weight: Tensor | None = None
     eps: float = 1e-6
+    normed_values: NormedValues | None = None  # not None: v is normalised; "keys": it is k
 
 
 def paged_decode_triton(
@@ -492,7 +498,9 @@ def paged_decode_triton(
     """
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_rows = q.shape[0]
-    num_heads = q.shape[1] if rope is None else q.shape[1] // head_dim - 2 * num_kv_heads
+    # Without `rope` the kernel does not read the first three tensors and the norms: any tensor will do.
+    cos_sin, positions, slot_mapping, q_norm, k_norm, eps, normed_values = rope or Rope(q, row_ids, row_ids)
+    num_heads = q.shape[1] if rope is None else num_query_heads(q, num_kv_heads, head_dim, normed_values)
     group = num_heads // num_kv_heads
     shape = (num_heads, num_kv_heads, head_dim, page_size)
     config, (first, second, third) = choose_config(q, *shape, config, k_cache.dtype)
@@ -524,8 +532,6 @@ def paged_decode_triton(
         + not_many * (config.some_programs_per_sm - many)
         + are_few * (config.few_programs_per_sm - config.some_programs_per_sm)
     )
-    # Without `rope` the kernel does not read the first three tensors and the norms: any tensor will do.
-    cos_sin, positions, slot_mapping, q_norm, k_norm, eps = rope or Rope(q, row_ids, row_ids)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
     partial_sum = torch.empty((max_units, 2, group), dtype=torch.float32, device=q.device)
@@ -570,6 +576,8 @@ def paged_decode_triton(
         rope is not None,
         q_norm is not None,
         k_norm is not None,
+        normed_values is not None,
+        normed_values == "keys",
         eps,
         num_heads,
         num_kv_heads,

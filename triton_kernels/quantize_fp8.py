@@ -23,7 +23,7 @@ from torch import Tensor
 from triton_kernels.e4m3 import FP8, LARGEST, as_fp8
 from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.silu_mul import silu_mul_reference
+from triton_kernels.silu_mul import fast_sigmoid, rounded_to, silu_mul_reference
 
 GROUP = 128
 """Columns with one scale, where a row has several; also the edge of a weight's block."""
@@ -31,6 +31,8 @@ SMALLEST_PEAK = 1e-12
 """Stands in for the largest value of a row of zeros."""
 GROUPED_BLOCK = 1024
 """Columns of a program, where a row has several scales."""
+COLUMNS_OF_A_WARP = 256
+"""Of a row that has one scale, in each block: 16 bytes of 16-bit numbers for each lane."""
 PEAKS_BLOCK = 2048
 """Columns of a program that knows a row's largest value from others."""
 _LARGEST = tl.constexpr(LARGEST)
@@ -75,9 +77,10 @@ def quantize_weight_fp8(weight: Tensor, blocks: bool = False) -> tuple[Tensor, T
 def quantized(values, GROUP: tl.constexpr):
     """Float32 [R, C] -> (e4m3 [R, C], scales [R, C // GROUP])."""
     parts = tl.reshape(values, [values.shape[0], values.shape[1] // GROUP, GROUP])
-    scales = tl.maximum(tl.max(tl.abs(parts), 2), _SMALLEST_PEAK) / _LARGEST
-    rounded = as_fp8(parts / tl.expand_dims(scales, 2))
-    return tl.reshape(rounded, [values.shape[0], values.shape[1]]), scales
+    peaks = tl.maximum(tl.max(tl.abs(parts), 2), _SMALLEST_PEAK)
+    # One division for each scale: one for each number takes longer than its bytes.
+    rounded = as_fp8(parts * tl.expand_dims(_LARGEST / peaks, 2))
+    return tl.reshape(rounded, [values.shape[0], values.shape[1]]), peaks / _LARGEST
 
 
 @triton.jit
@@ -102,18 +105,36 @@ def _quantize_fp8_kernel(
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """A program rounds BLOCKS blocks of a row's columns: several only where GROUP is 0, the whole row."""
     num_rows = between_kernels(num_rows, EARLY)
     row = tl.minimum(tl.program_id(0), num_rows - 1).to(tl.int64)  # the minimum: no load before the wait
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(x_ptr + row * x_stride + width + columns, inside, other=0.0).to(tl.float32)
-        x = (x * tl.sigmoid(x) * up).to(x_ptr.dtype.element_ty).to(tl.float32)
-    rows = row + tl.zeros([1], tl.int64)
-    store_quantized(q_ptr, scales_ptr, x[None, :], rows, columns, num_rows, width, GROUP)
+    blocks = ()
+    peak = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        inside = columns + i * BLOCK < width
+        x = tl.load(x_ptr + row * x_stride + columns + i * BLOCK, inside, other=0.0)
+        if GATED:
+            gate = x.to(tl.float32)
+            up = tl.load(x_ptr + row * x_stride + width + columns + i * BLOCK, inside, other=0.0)
+            x = rounded_to(gate * fast_sigmoid(gate) * up.to(tl.float32), x.dtype)
+        blocks = blocks + (x,)  # noqa: RUF005 (no unpacking in kernels)
+        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
+    if GROUP > 0:
+        rows = row + tl.zeros([1], tl.int64)
+        values = blocks[0].to(tl.float32)[None, :]
+        store_quantized(q_ptr, scales_ptr, values, rows, columns, num_rows, width, GROUP)
+    else:
+        largest = tl.maximum(tl.max(peak, 0), _SMALLEST_PEAK)
+        factor = _LARGEST / largest
+        for i in tl.static_range(BLOCKS):
+            there = columns + i * BLOCK < width
+            rounded = as_fp8(blocks[i].to(tl.float32) * factor)
+            tl.store(q_ptr + row * width + columns + i * BLOCK, rounded, there)
+        tl.store(scales_ptr + row, largest / _LARGEST)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -135,9 +156,9 @@ def _quantize_with_peaks_kernel(
     some = tl.arange(0, PEAKS_BLOCK)
     peaks = tl.load(peaks_ptr + row * PEAKS + some, some < PEAKS, other=0.0)
     x = tl.load(x_ptr + row * width + columns, columns < width, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(peaks, 0), _SMALLEST_PEAK) / _LARGEST
-    tl.store(q_ptr + row * width + columns, as_fp8(x / scale), columns < width)
-    tl.store(scales_ptr + row, scale, tl.program_id(1) == 0)
+    largest = tl.maximum(tl.max(peaks, 0), _SMALLEST_PEAK)
+    tl.store(q_ptr + row * width + columns, as_fp8(x * (_LARGEST / largest)), columns < width)
+    tl.store(scales_ptr + row, largest / _LARGEST, tl.program_id(1) == 0)
 
 
 def quantize_fp8_with_peaks(x: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,9 +196,10 @@ def silu_mul_fp8_triton(
 
 
 def _launch(x: Tensor, width: int, group: int | None, num_warps: int | None) -> tuple[Tensor, Tensor]:
-    block = GROUPED_BLOCK if group else next_power_of_2(width)
     rounded, scales = empty_fp8(x, width, group)
-    _quantize_fp8_kernel[(x.shape[0], ceil_div(width, block))](
+    num_warps = num_warps or warps_for(GROUPED_BLOCK if group else width)
+    block = GROUPED_BLOCK if group else min(next_power_of_2(width), COLUMNS_OF_A_WARP * num_warps)
+    _quantize_fp8_kernel[(x.shape[0], ceil_div(width, block) if group else 1)](
         x,
         rounded,
         scales,
@@ -185,10 +207,11 @@ def _launch(x: Tensor, width: int, group: int | None, num_warps: int | None) -> 
         x.stride(0),
         width,
         x.shape[1] != width,
-        group or block,
+        group or 0,
         block,
+        1 if group else ceil_div(width, block),
         can_start_early(x.device),
-        num_warps=num_warps or warps_for(block),
+        num_warps=num_warps,
     )
     return rounded, scales
 
@@ -206,9 +229,9 @@ def empty_fp8(like: Tensor, width: int, group: int | None) -> tuple[Tensor, Tens
     return rounded, torch.empty((num_scales, num_rows), dtype=torch.float32, device=like.device)
 
 
-def warps_for(block: int) -> int:
-    """The warps of a program that holds `block` values, where nothing else is measured."""
-    return min(32, max(4, block // 1024))
+def warps_for(width: int) -> int:
+    """The warps of a program that rounds `width` numbers, where nothing else is measured."""
+    return min(32, max(4, next_power_of_2(width) // 2048))
 
 
 def quantize_fp8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@
     q[t, h]                       = rotated(normed(qkv[t, h], wq))      0 <= h < H
     k_cache[page, offset, kh]     = rotated(normed(qkv[t, H + kh], wk)) page, offset = divmod(slot[t], S)
     v_cache[page, offset, kh]     = qkv[t, H + K + kh]
+    with normed_values (Gemma 4): x / sqrt(mean(x^2) + eps), x = that, or qkv[t, H + kh] if values are keys
 
 T new tokens, H query heads, K KV heads, D head dim (even), P pages, S page size. Float32 inside, one rounding
 of q and k, to the dtype of qkv. A token with slot_mapping -1 (padding) is not stored; its q is still written
@@ -22,6 +23,8 @@ Cost: T*(H+2K)*D elements read and as many written, plus T*D*4 bytes of table: m
 # another looks like the call that raises outside of a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +35,14 @@ from triton_kernels.fp8_cache import scales_of, stored, to_pool
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.linear_few import MAX_ROWS
 from triton_kernels.on_cpu import rope_store_cpu
+
+NormedValues = Literal["values", "keys"]
+"""What values are normalised from, without a weight: qkv's values, or its keys, where it has no values."""
+
+
+def num_query_heads(qkv: Tensor, num_kv_heads: int, head_dim: int, normed_values: NormedValues | None) -> int:
+    """The query heads H of qkv [T, (H + 2K) * D]; where values are keys, [T, (H + K) * D]."""
+    return qkv.shape[1] // head_dim - (num_kv_heads if normed_values == "keys" else 2 * num_kv_heads)
 
 
 def rope_store_reference(
@@ -44,21 +55,24 @@ def rope_store_reference(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    normed_values: NormedValues | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The same as rope_store, in plain torch."""
     _, page_size, num_kv_heads, head_dim = k_cache.shape
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_heads = num_query_heads(qkv, num_kv_heads, head_dim, normed_values)
     is_stored = slot_mapping >= 0
-    q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    heads = qkv.unflatten(1, (-1, head_dim))
+    q, k, v = heads[:, :num_heads], heads[:, num_heads:][:, :num_kv_heads], heads[:, -num_kv_heads:]
     table = cos_sin[torch.where(is_stored, positions, 0).long()]
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
 
+    def normalised(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x.to(table.dtype)
-        if weight is None:
-            return x
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+        return x if weight is None else normalised(x) * weight.to(x.dtype)
 
     def rotated(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
@@ -67,6 +81,8 @@ def rope_store_reference(
     slots = slot_mapping[is_stored].long()
     pages, offsets = slots // page_size, slots % page_size
     k_scale, v_scale = scales_of(kv_scales)
+    if normed_values is not None:
+        v = normalised(v.to(table.dtype)).to(qkv.dtype)
     k_cache[pages, offsets] = to_pool(rotated(normed(k, k_norm_weight))[is_stored], k_cache, k_scale)
     v_cache[pages, offsets] = to_pool(v[is_stored], v_cache, v_scale)
     return rotated(normed(q, q_norm_weight))
@@ -100,6 +116,8 @@ def _rope_store_kernel(
     kv_scales_ptr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
+    V_IS_K: tl.constexpr,
     eps: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -145,7 +163,7 @@ def _rope_store_kernel(
     q_offsets = heads[:, None] * D + lanes[None, :]
     kv_offsets = kv_heads[:, None] * D + lanes[None, :]
     row_ptr = qkv_ptr + token * qkv_stride
-    kv_row = row_ptr + (H + part * K) * D
+    kv_row = row_ptr + (H if V_IS_K else H + part * K) * D
     # All loads come before the first store, because the compiler must not move a load across a store.
     a = tl.load(row_ptr + q_offsets, q_mask, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + q_offsets + half, q_mask, other=0.0).to(tl.float32)
@@ -174,6 +192,12 @@ def _rope_store_kernel(
         tl.store(k_out, stored((k_a * cos - k_b * sin).to(dtype), kv_scale, pool_dtype), kv_mask)
         tl.store(k_out + half, stored((k_b * cos + k_a * sin).to(dtype), kv_scale, pool_dtype), kv_mask)
     else:
+        if V_NORM:
+            v_a = kv_a.to(tl.float32)
+            v_b = kv_b.to(tl.float32)
+            v_factor = tl.rsqrt((tl.sum(v_a * v_a, 1) + tl.sum(v_b * v_b, 1)) / D + eps)[:, None]
+            kv_a = (v_a * v_factor).to(dtype)
+            kv_b = (v_b * v_factor).to(dtype)
         v_out = v_cache_ptr + page * v_page_stride + offset * v_token_stride
         v_out += kv_heads[:, None] * v_head_stride + lanes[None, :]
         tl.store(v_out, stored(kv_a, kv_scale, pool_dtype), kv_mask)
@@ -190,12 +214,13 @@ def rope_store_triton(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    normed_values: NormedValues | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel on any device."""
     num_tokens = qkv.shape[0]
     _, page_size, num_kv_heads, head_dim = k_cache.shape
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_heads = num_query_heads(qkv, num_kv_heads, head_dim, normed_values)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     half_heads = ceil_div(num_heads, 2)
     block_h = next_power_of_2(half_heads)
@@ -223,6 +248,8 @@ def rope_store_triton(
         cos_sin if kv_scales is None else kv_scales,
         q_norm_weight is not None,
         k_norm_weight is not None,
+        normed_values is not None,
+        normed_values == "keys",
         eps,
         num_heads,
         num_kv_heads,
@@ -250,6 +277,7 @@ def rope_store(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    normed_values: NormedValues | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H+2K)*D], write k and v into the pools, return the rotated q [T, H, D].
@@ -257,9 +285,10 @@ def rope_store(
     cos_sin is float32 [max_position, D] (cosines of D/2 angles, then their sines), positions and slot_mapping
     are int32 [T] (slot -1 = store nothing), k_cache and v_cache are [P, S, K, D] and are written in place.
     q_norm_weight and k_norm_weight [D] ask for an RMSNorm (eps) of every head of q or k before its rotation.
+    normed_values: values are normalised, too, without a weight; with "keys" qkv [T, (H+K)*D] has no others.
     kv_scales, float32 [2], are the scales of keys and values in pools of e4m3, which must have them.
     """
-    norms = (q_norm_weight, k_norm_weight, eps)
+    norms = (q_norm_weight, k_norm_weight, eps, normed_values)
     arguments = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, *norms, kv_scales)
     if qkv.device.type == "cpu":
         return rope_store_cpu(*arguments)

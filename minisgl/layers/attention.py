@@ -15,6 +15,7 @@ from minisgl.layers.zeroed import zeroed
 from triton_kernels.e4m3 import FP8
 from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
+from triton_kernels.rope_store import NormedValues
 
 
 class Attention(nn.Module):
@@ -99,15 +100,19 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        normed_values: NormedValues | None = None,
     ) -> Tensor:
         """qkv [T, (H + 2K) * D], positions int32 [T], cos_sin float32 [max_position, D] -> [T, H * D].
 
         Args:
             q_norm, k_norm: both or neither; normalise each head's D elements before the rotation.
+            normed_values: values are normalised, too, without a weight; only with these norms. With "keys"
+                qkv is [T, (H + K) * D], and values are made of its keys.
         """
         norms: tuple[Any, ...] = ()
         if q_norm is not None and k_norm is not None:
             norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+            norms += () if normed_values is None else (normed_values,)
         if inputs.is_decode and self._uses_fused_decode():
             out = rope_paged_decode(
                 qkv,

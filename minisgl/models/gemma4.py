@@ -30,7 +30,6 @@ from triton_kernels.mixture_norms import (
     leave_mixture,
     suits_mixture_norms,
 )
-from triton_kernels.norm_values import norm_values
 from triton_kernels.registry import KERNELS
 
 
@@ -77,16 +76,16 @@ class Gemma4Attention(nn.Module):
         super().__init__()
         shape = config.layer_shapes[layer]
         assert isinstance(shape, KVShape)
-        self.q_size, self.kv_size = config.num_heads * shape.head_dim, shape.num_heads * shape.head_dim
-        self.head_dim, self.eps = shape.head_dim, config.rms_norm_eps
+        self.q_size, kv_size = config.num_heads * shape.head_dim, shape.num_heads * shape.head_dim
+        self.head_dim = shape.head_dim
         self.reads_another = bool(config.kv_sources) and config.kv_sources[layer] != layer
         self.values_are_keys = layer in config.layers_with_keys_as_values
         name = f"model.layers.{layer}.self_attn"
         parts = {"q_proj": self.q_size}
         if not self.reads_another:
-            parts["k_proj"] = self.kv_size
+            parts["k_proj"] = kv_size
             if not self.values_are_keys:
-                parts["v_proj"] = self.kv_size
+                parts["v_proj"] = kv_size
         scheme = layer_scheme(config.quantization, f"{name}.qkv_proj", tuple(parts))
         self.qkv_proj = FusedLinear(
             config.hidden_size, parts, dtype, device, bias=config.qkv_bias, scheme=scheme
@@ -116,8 +115,8 @@ class Gemma4Attention(nn.Module):
             q = self.q_norm(heads).view(-1, self.q_size // self.head_dim, self.head_dim)
             out = self.attention.attend_pool(rotate_queries(q, positions, cos_sin), inputs).flatten(1)
         else:
-            qkv = norm_values(qkv, self.kv_size, self.head_dim, self.eps, from_keys=self.values_are_keys)
-            out = self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm)
+            norms = (self.q_norm, self.k_norm, "keys" if self.values_are_keys else "values")
+            out = self.attention(qkv, positions, cos_sin, inputs, *norms)
         return self.o_proj(inputs.select_outputs(out))
 
 

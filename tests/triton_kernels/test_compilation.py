@@ -57,7 +57,6 @@ KERNELS = MULTIPLYING | {
     "_norm_router_kernel",
     "_enter_mixture_kernel",
     "_leave_mixture_kernel",
-    "_norm_values_kernel",
     "_all_reduce_kernel",
     "_silu_mul_kernel",
     "_sum_splits_kernel",
@@ -215,7 +214,6 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "add_rms_norm_router": ["logits_ptr", "new_residual_ptr", "y_ptr"],
         "enter_mixture": ["for_experts_ptr", "for_mlp_ptr", "logits_ptr", "stream_ptr"],
         "leave_mixture": ["new_residual_ptr", "y_ptr"],
-        "norm_values": ["out_ptr"],
         "choose_experts": ["factors_ptr", "weights_ptr"],
         "read_rows": [
             "context_len_out_ptr",
@@ -234,6 +232,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "count_tokens": ["marks_ptr", "recent_ptr"],
         "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "rope_store normed": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
+        "rope_store, values of keys": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "paged_decode": ["arrivals_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
         "paged_decode over e4m3": ["arrivals_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
         "rope_paged_decode": [

@@ -157,16 +157,15 @@ def test_weights_that_float16_does_not_hold_are_not_halved():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", ["", "q", "qk"])
+@pytest.mark.parametrize(("norms", "values"), [("", None), ("q", "values"), ("qk", None), ("qk", "keys")])
 @pytest.mark.parametrize(("tokens", "padding"), [(0, ()), (1, ()), (1, (0,)), (7, (2, 6)), (40, ())])
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_rope_store_equals_the_reference_and_touches_no_other_memory(
-    tokens, padding, norms, contiguous, dtype
+    tokens, padding, norms, values, contiguous, dtype
 ):
     heads, kv_heads, head_dim, page_size, num_pages = 6, 2, 10, 3, 20
-    qkv = random(tokens, 2 * (heads + 2 * kv_heads) * head_dim, dtype=dtype)[
-        :, : (heads + 2 * kv_heads) * head_dim
-    ]
+    width = (heads + kv_heads * (1 if values == "keys" else 2)) * head_dim
+    qkv = random(tokens, 2 * width, dtype=dtype)[:, :width]
     cos_sin = random(50, head_dim)
     positions = torch.arange(tokens, dtype=torch.int32) + 4
     slots = torch.randperm(num_pages * page_size, generator=torch.Generator().manual_seed(1))[:tokens].int()
@@ -184,11 +183,9 @@ def test_rope_store_equals_the_reference_and_touches_no_other_memory(
         ]
 
     before, got, expected = qkv.clone(), pools(), pools()
-    q_weight, k_weight = weights
-    q = rope_store(qkv, cos_sin, positions, slots, got[0], got[1], q_weight, k_weight, 1e-6)
-    expected_q = rope_store_reference(
-        qkv, cos_sin, positions, slots, expected[0], expected[1], q_weight, k_weight, 1e-6
-    )
+    options = (*weights, 1e-6, values)
+    q = rope_store(qkv, cos_sin, positions, slots, *got, *options)
+    expected_q = rope_store_reference(qkv, cos_sin, positions, slots, *expected, *options)
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
     for pool, expected_pool in zip(got, expected, strict=True):

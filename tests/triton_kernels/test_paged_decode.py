@@ -196,12 +196,13 @@ def slots_of_newest(batch: PagedBatch) -> torch.Tensor:
     window=st.sampled_from([0, 1, 33]),
     softcap=st.sampled_from([0.0, 2.0]),
     norms=st.sampled_from([(False, False), (True, True), (True, False), (False, True)]),
+    values=st.sampled_from([None, "values", "keys"]),
     is_padded=st.booleans(),
     is_kernel=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
-    contexts, group, kv_heads, head_dim, page_size, window, softcap, norms, is_padded, is_kernel, seed
+    contexts, group, kv_heads, head_dim, page_size, window, softcap, norms, values, is_padded, is_kernel, seed
 ):
     device = "cuda" if is_kernel and torch.cuda.is_available() else "cpu"
     heads = group * kv_heads
@@ -214,20 +215,21 @@ def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
     for pool in (batch.k_cache, batch.v_cache):  # nobody has stored them yet
         pool.flatten(0, 1)[stored] = float("nan")
     rng = torch.Generator().manual_seed(seed)
-    qkv = torch.randn((len(contexts), (heads + 2 * kv_heads) * head_dim), generator=rng).to(device)
+    width = (heads + kv_heads * (1 if values == "keys" else 2)) * head_dim
+    qkv = torch.randn((len(contexts), width), generator=rng).to(device)
     cos_sin = torch.randn((200, head_dim), generator=rng).to(device)
     positions = torch.where(slots >= 0, batch.context_len + 7, 10**6).int()
     weights = [torch.randn(head_dim, generator=rng).to(device) if norm else None for norm in norms]
 
     pools = batch.k_cache.double(), batch.v_cache.double()
     options: list[Any] = [*pools, *(None if weight is None else weight.double() for weight in weights), 1e-5]
-    q = rope_store_reference(qkv.double(), cos_sin.double(), positions, slots, *options)
+    q = rope_store_reference(qkv.double(), cos_sin.double(), positions, slots, *options, values)
     expected = attention_by_sdpa(
         batch._replace(q=q, k_cache=pools[0], v_cache=pools[1]), 0.25, window, softcap
     )
     caches = batch.k_cache, batch.v_cache
     where = batch.page_table, batch.row_ids, batch.context_len
-    rope = Rope(cos_sin, positions, slots, *weights, eps=1e-5)
+    rope = Rope(cos_sin, positions, slots, *weights, eps=1e-5, normed_values=values)
     if is_kernel:
         got = paged_decode_triton(qkv, *caches, *where, 0.25, window, softcap, config=TINY, rope=rope)
     else:

@@ -47,15 +47,15 @@ def test_reference_rotates_like_complex_numbers_and_stores_by_slot():
     page_size=st.sampled_from([1, 4, 16]),
     half=st.booleans(),
     norms=st.sampled_from([(False, False), (True, True), (True, False), (False, True)]),
+    values=st.sampled_from([None, "values", "keys"]),
     seed=st.integers(0, 100),
 )
-def test_kernel_equals_the_reference(tokens, heads, kv_heads, head_dim, page_size, half, norms, seed):
+def test_kernel_equals_the_reference(tokens, heads, kv_heads, head_dim, page_size, half, norms, values, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if half else torch.float32
     rng = torch.Generator().manual_seed(seed)
-    qkv = torch.randn((tokens, (heads + 2 * kv_heads) * head_dim + 16), generator=rng).to(device, dtype)[
-        :, :-16
-    ]
+    width = (heads + kv_heads * (1 if values == "keys" else 2)) * head_dim
+    qkv = torch.randn((tokens, width + 16), generator=rng).to(device, dtype)[:, :width]
     positions = torch.randint(0, 50, (tokens,), generator=rng).int().to(device)
     slots = (torch.randperm(20 * page_size, generator=rng)[:tokens].int() - 1).to(device)
     q_weight, k_weight = (
@@ -77,10 +77,11 @@ def test_kernel_equals_the_reference(tokens, heads, kv_heads, head_dim, page_siz
                 q_weight,
                 k_weight,
                 1e-5,
+                values,
             )
         )
         pools.append(both)
-    tolerance = (4e-3 if any(norms) else 1e-3) if half else 1e-5
+    tolerance = (4e-3 if any(norms) or values else 1e-3) if half else 1e-5
     torch.testing.assert_close(outs[1], outs[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(pools[1], pools[0], atol=tolerance, rtol=tolerance)
 
@@ -105,6 +106,23 @@ def test_norms_are_those_of_rms_norm_before_the_rotation(device):
         torch.testing.assert_close(q, expected)
         torch.testing.assert_close(fused, plain)
         fused.zero_()
+
+
+@pytest.mark.parametrize("source", ["values", "keys"])
+def test_normalised_values_have_a_mean_square_of_one(source, device):
+    heads, kv_heads, head_dim, tokens = 3, 2, 32, 5
+    given_heads = heads + kv_heads * (1 if source == "keys" else 2)
+    qkv = 3 * torch.randn(tokens, given_heads * head_dim, device=device)
+    k_weight = torch.randn(head_dim, device=device)
+    x = qkv.view(tokens, given_heads, head_dim)[:, -kv_heads:].double()
+    expected = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
+    places = torch.arange(tokens, dtype=torch.int32, device=device)
+    for store in (rope_store, rope_store_triton, rope_store_reference):
+        pools = torch.zeros(2, 2, 4, kv_heads, head_dim, device=device)
+        norms = (None, k_weight, 0.1, source)
+        q = store(qkv, table(9, head_dim).to(device), places, places, pools[0], pools[1], *norms)
+        assert q.shape == (tokens, heads, head_dim)
+        torch.testing.assert_close(pools[1].flatten(0, 1)[:tokens], expected.float())
 
 
 @pytest.mark.parametrize("position", [-1, 10**6])

@@ -23,7 +23,6 @@ from triton_kernels import (
     mixture_norms,
     moe_choice,
     norm_router,
-    norm_values,
     paged_decode,
     paged_prefill,
     quantize_fp8,
@@ -171,12 +170,6 @@ def main() -> None:
         weight,
         dynamic=(0,),
     )
-    trace(
-        "norm_values",
-        lambda x: norm_values.norm_values_triton(x, 16, 8, 1e-5, from_keys=False),
-        x,
-        dynamic=(0,),
-    )
     choice = moe_choice.Choice(2, num_groups=4, kept_groups=2)
     trace(
         "choose_experts",
@@ -258,6 +251,16 @@ def main() -> None:
         *pools,
         torch.randn(64),
         torch.randn(64),
+        dynamic=(0, 2, 3),
+    )
+    trace(
+        "rope_store, values of keys",
+        lambda qkv, *args: rope_store.rope_store_triton(qkv, *args, normed_values="keys"),
+        torch.randn(6, 8 * 64),
+        torch.randn(50, 64),
+        ints(6),
+        ints(6),
+        *pools,
         dynamic=(0, 2, 3),
     )
     q, rows = torch.randn(6, 6, 64), (ints(9, 70), ints(6), ints(6))
