@@ -181,6 +181,19 @@ def _fp8_tiled_kernel(
                 tl.store(y_ptrs + BLOCK_N, more.to(dtype), there & inside)
 
 
+def with_rows_behind(x: Tensor, block_m: int) -> Tensor:
+    """x [M, K] with what its memory holds behind it as further rows, `block_m` in all, if there is room.
+
+    Zeros beyond the last row take the copy engine longer than rows do, whatever these hold: each row of a
+    product depends on its own row of x alone.
+    """
+    num_rows, width = x.shape
+    end = x.storage_offset() + (block_m - 1) * x.stride(0) + width
+    if num_rows >= block_m or end * x.element_size() > x.untyped_storage().nbytes():
+        return x
+    return x.as_strided((block_m, width), x.stride())
+
+
 def fp8_linear_many_with(
     x: Tensor,
     x_scale: Tensor,
@@ -241,7 +254,7 @@ def _launch(
     units = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, outputs_each) * splits
     programs = min(units, num_multiprocessors(x.device)) if config.persistent else units
     _fp8_tiled_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
+        TensorDescriptor.from_tensor(with_rows_behind(x, config.block_m), [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
         x_scale,
         weight_scale,

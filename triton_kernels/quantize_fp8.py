@@ -31,6 +31,8 @@ SMALLEST_PEAK = 1e-12
 """Stands in for the largest value of a row of zeros."""
 GROUPED_BLOCK = 1024
 """Columns of a program, where a row has several scales."""
+ROOM = 128
+"""Rows that fp8_linear_many.py may read, whatever is behind the last one (`with_rows_behind`)."""
 COLUMNS_OF_A_WARP = 256
 """Of a row that has one scale, in each block: 16 bytes of 16-bit numbers for each lane."""
 PEAKS_BLOCK = 2048
@@ -217,7 +219,7 @@ def _launch(x: Tensor, width: int, group: int | None, num_warps: int | None) -> 
 
 
 def empty_fp8(like: Tensor, width: int, group: int | None) -> tuple[Tensor, Tensor]:
-    """Uninitialised e4m3 [T, width] and its scales, for the rows of `like`.
+    """Uninitialised e4m3 [T, width] and its scales, for the rows of `like`; memory for ROOM rows or more.
 
     Raises:
         ValueError: `group` does not divide the width.
@@ -225,7 +227,7 @@ def empty_fp8(like: Tensor, width: int, group: int | None) -> tuple[Tensor, Tens
     if group and width % group:
         raise ValueError(f"a scale for each {group} columns needs a width of a multiple of it, got {width}")
     num_rows, num_scales = like.shape[0], width // group if group else 1
-    rounded = torch.empty((num_rows, width), dtype=FP8, device=like.device)
+    rounded = torch.empty((max(num_rows, ROOM), width), dtype=FP8, device=like.device)[:num_rows]
     return rounded, torch.empty((num_scales, num_rows), dtype=torch.float32, device=like.device)
 
 

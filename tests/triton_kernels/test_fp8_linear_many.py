@@ -8,6 +8,7 @@ from triton_kernels.fp8_linear_many import (
     Fp8TiledConfig,
     fp8_gated_linear_many_with,
     fp8_linear_many_with,
+    with_rows_behind,
 )
 
 # Rows, outputs, width and a configuration; few, because each is compiled anew on a GPU.
@@ -60,6 +61,19 @@ def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, 
     poison_what_is_allocated_next(rows, 2 * outputs, config.splits, device)
     got = fp8_gated_linear_many_with(*one.four, dtype, config=config)
     assert_close(got, one.expected_gated(), on_gpu=8e-3)
+
+
+@pytest.mark.parametrize(("size", "config"), [CASES[0], CASES[4], BLOCK_CASES[0]])
+def test_rows_that_lie_behind_are_read_and_change_nothing(size, config, device, dtype):
+    rows, width = size[0], size[2]
+    one = layer(size, device, config in [c for _, c in BLOCK_CASES])
+    x, *others = one.four
+    around = torch.full((config.block_m, width), float("nan"), device=device).to(x.dtype)
+    around[:rows] = x
+    assert with_rows_behind(around[:rows], config.block_m).shape == (config.block_m, width)
+    assert with_rows_behind(x, config.block_m).shape == x.shape  # its memory ends there
+    got = fp8_linear_many_with(around[:rows], *others, one.bias, dtype, config=config)
+    assert torch.equal(got, fp8_linear_many_with(*one.four, one.bias, dtype, config=config))
 
 
 def test_tiles_that_do_not_fit_scales_of_blocks_are_refused(device):

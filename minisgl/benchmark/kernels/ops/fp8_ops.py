@@ -156,6 +156,7 @@ def many_rows_candidates(
         tiles += [(256, 64, 128, 8, 4, False)]
     if not blocks:
         tiles += [(narrow, 64, 256, 4, 4, False)]
+        tiles += [(64, 64, 256, 4, 4, False)] if narrow == 128 else []
     found = []
     for block_m, block_n, block_k, warps, stages, rows_tall in tiles:
         weight_rows = 2 * block_n if gated else block_n
