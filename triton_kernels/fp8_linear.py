@@ -41,11 +41,15 @@ from triton_kernels.quantize_fp8 import (
     dequantize_fp8,
     empty_fp8,
     quantize_fp8,
+    quantize_fp8_triton,
     quantize_fp8_with_peaks,
-    silu_mul_fp8,
+    silu_mul_fp8_triton,
 )
 from triton_kernels.silu_mul import silu_mul, silu_mul_reference
 from triton_kernels.tuning import tuned
+
+ROOM = 128
+"""Rows that the second half of a gated MLP may read, whatever lies behind the last (`with_rows_behind`)."""
 
 
 def fp8_linear_reference(
@@ -258,7 +262,9 @@ def fp8_gated_linear_rounded(
     if _has_kernels(x) and not _are_few(x, weight_scale, gated=True):
         config = _many_config(x, weight, weight_scale.dim() == 2, True, dtype)
         if config == LIBRARY:
-            return silu_mul_fp8(fp8_linear_torch(x, x_scale, weight, weight_scale, None, dtype), group)
+            y = fp8_linear_torch(x, x_scale, weight, weight_scale, None, dtype)
+            return silu_mul_fp8_triton(y, group, room=ROOM)
+        return quantize_fp8_triton(fp8_gated_linear_many(*arguments), group, room=ROOM)
     return quantize_fp8(fp8_gated_linear_many(*arguments), group)
 
 

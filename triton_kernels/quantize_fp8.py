@@ -31,8 +31,6 @@ SMALLEST_PEAK = 1e-12
 """Stands in for the largest value of a row of zeros."""
 GROUPED_BLOCK = 1024
 """Columns of a program, where a row has several scales."""
-ROOM = 128
-"""Rows that fp8_linear_many.py may read, whatever is behind the last one (`with_rows_behind`)."""
 COLUMNS_OF_A_WARP = 256
 """Of a row that has one scale, in each block: 16 bytes of 16-bit numbers for each lane."""
 PEAKS_BLOCK = 2048
@@ -184,21 +182,23 @@ def quantize_fp8_with_peaks(x: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8_triton(
-    x: Tensor, group: int | None = None, num_warps: int | None = None
+    x: Tensor, group: int | None = None, num_warps: int | None = None, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel on any device."""
-    return _launch(x, x.shape[1], group, num_warps)
+    """Launch the kernel on any device; the e4m3 have memory for `room` rows or more."""
+    return _launch(x, x.shape[1], group, num_warps, room)
 
 
 def silu_mul_fp8_triton(
-    gate_up: Tensor, group: int | None = None, num_warps: int | None = None
+    gate_up: Tensor, group: int | None = None, num_warps: int | None = None, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel on any device."""
-    return _launch(gate_up, gate_up.shape[1] // 2, group, num_warps)
+    """Launch the kernel on any device; the e4m3 have memory for `room` rows or more."""
+    return _launch(gate_up, gate_up.shape[1] // 2, group, num_warps, room)
 
 
-def _launch(x: Tensor, width: int, group: int | None, num_warps: int | None) -> tuple[Tensor, Tensor]:
-    rounded, scales = empty_fp8(x, width, group)
+def _launch(
+    x: Tensor, width: int, group: int | None, num_warps: int | None, room: int
+) -> tuple[Tensor, Tensor]:
+    rounded, scales = empty_fp8(x, width, group, room)
     num_warps = num_warps or warps_for(GROUPED_BLOCK if group else width)
     block = GROUPED_BLOCK if group else min(next_power_of_2(width), COLUMNS_OF_A_WARP * num_warps)
     _quantize_fp8_kernel[(x.shape[0], ceil_div(width, block) if group else 1)](
@@ -218,8 +218,11 @@ def _launch(x: Tensor, width: int, group: int | None, num_warps: int | None) -> 
     return rounded, scales
 
 
-def empty_fp8(like: Tensor, width: int, group: int | None) -> tuple[Tensor, Tensor]:
-    """Uninitialised e4m3 [T, width] and its scales, for the rows of `like`; memory for ROOM rows or more.
+def empty_fp8(like: Tensor, width: int, group: int | None, room: int = 0) -> tuple[Tensor, Tensor]:
+    """Uninitialised e4m3 [T, width] and its scales, for the rows of `like`.
+
+    Args:
+        room: at least so many rows have memory. Not inside of torch.compile, which would fill and copy them.
 
     Raises:
         ValueError: `group` does not divide the width.
@@ -227,7 +230,10 @@ def empty_fp8(like: Tensor, width: int, group: int | None) -> tuple[Tensor, Tens
     if group and width % group:
         raise ValueError(f"a scale for each {group} columns needs a width of a multiple of it, got {width}")
     num_rows, num_scales = like.shape[0], width // group if group else 1
-    rounded = torch.empty((max(num_rows, ROOM), width), dtype=FP8, device=like.device)[:num_rows]
+    if room:
+        rounded = torch.empty((max(num_rows, room), width), dtype=FP8, device=like.device)[:num_rows]
+    else:
+        rounded = torch.empty((num_rows, width), dtype=FP8, device=like.device)
     return rounded, torch.empty((num_scales, num_rows), dtype=torch.float32, device=like.device)
 
 
@@ -243,10 +249,3 @@ def quantize_fp8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
         ValueError: `group` does not divide K.
     """
     return quantize_fp8_reference(x, group) if x.device.type == "cpu" else quantize_fp8_triton(x, group)
-
-
-def silu_mul_fp8(gate_up: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """quantize_fp8 of silu(gate) * up, gate_up [T, 2F] (gate first), which is first rounded to its dtype."""
-    if gate_up.device.type == "cpu":
-        return silu_mul_fp8_reference(gate_up, group)
-    return silu_mul_fp8_triton(gate_up, group)

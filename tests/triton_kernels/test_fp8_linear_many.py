@@ -67,13 +67,14 @@ def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, 
 def test_rows_that_lie_behind_are_read_and_change_nothing(size, config, device, dtype):
     rows, width = size[0], size[2]
     one = layer(size, device, config in [c for _, c in BLOCK_CASES])
-    x, *others = one.four
+    x, x_scale, weight, weight_scale = one.four
     around = torch.full((config.block_m, width), float("nan"), device=device).to(x.dtype)
     around[:rows] = x
     assert with_rows_behind(around[:rows], config.block_m).shape == (config.block_m, width)
     assert with_rows_behind(x, config.block_m).shape == x.shape  # its memory ends there
-    got = fp8_linear_many_with(around[:rows], *others, one.bias, dtype, config=config)
-    assert torch.equal(got, fp8_linear_many_with(*one.four, one.bias, dtype, config=config))
+    others = (x_scale, weight, weight_scale, one.bias, dtype)
+    got = fp8_linear_many_with(around[:rows], *others, config=config)
+    assert torch.equal(got, fp8_linear_many_with(x, *others, config=config))
 
 
 def test_tiles_that_do_not_fit_scales_of_blocks_are_refused(device):

@@ -18,7 +18,6 @@ from triton_kernels.quantize_fp8 import (
     quantize_fp8_reference,
     quantize_fp8_triton,
     quantize_weight_fp8,
-    silu_mul_fp8,
     silu_mul_fp8_triton,
 )
 from triton_kernels.silu_mul import silu_mul_triton
@@ -73,7 +72,6 @@ def test_silu_mul_is_quantized_as_if_it_ran_alone(count, width, group, device):
     gate_up = rows_of(count, 2 * width, device)
     expected = quantize_fp8_reference(silu_mul_triton(gate_up), group)
     assert_same_numbers(silu_mul_fp8_triton(gate_up, group), expected)
-    assert_same_numbers(silu_mul_fp8(gate_up, group), expected)
 
 
 @pytest.mark.parametrize("group", [None, GROUP])
