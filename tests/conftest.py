@@ -66,9 +66,22 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+_unfreeze = gc.unfreeze
+_unfrozen: list[bool] = []
+
+
+def _noted_unfreeze() -> None:
+    _unfrozen.append(True)
+    _unfreeze()
+
+
+gc.unfreeze = _noted_unfreeze
+
+
 def pytest_runtest_teardown() -> None:
-    """Tests of what freezes objects let all of them go at their end."""
-    if not gc.get_freeze_count():
+    """After a test that let all objects go, which is noted, as counting them takes 40 ms."""
+    if _unfrozen:
+        _unfrozen.clear()
         gc.collect()
         gc.freeze()
 
