@@ -4,7 +4,7 @@ Promise: only the slots that the step's inputs name are written. T new tokens, H
 head dim, P pages, S page size.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from minisgl.layers.zeroed import zeroed
 from triton_kernels.e4m3 import FP8
 from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
-from triton_kernels.rope_store import NormedValues
 
 
 class Attention(nn.Module):
@@ -100,14 +99,13 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        normed_values: NormedValues | None = None,
+        normed_values: Literal["values", "keys"] | None = None,
     ) -> Tensor:
         """qkv [T, (H + 2K) * D], positions int32 [T], cos_sin float32 [max_position, D] -> [T, H * D].
 
         Args:
             q_norm, k_norm: both or neither; normalise each head's D elements before the rotation.
-            normed_values: values are normalised, too, without a weight; only with these norms. With "keys"
-                qkv is [T, (H + K) * D], and values are made of its keys.
+            normed_values: as `rope_store` takes it; only with these norms. With "keys", qkv has no values.
         """
         norms: tuple[Any, ...] = ()
         if q_norm is not None and k_norm is not None:
@@ -161,8 +159,6 @@ class Attention(nn.Module):
         It must not if `--kernel` replaced one of these two by a user's function, which `self.kernels` then
         has in place of the one in KERNELS.
         """
-        both_are_ours = (self.kernels.rope_store, self.kernels.paged_decode) == (
-            KERNELS.rope_store,
-            KERNELS.paged_decode,
-        )
+        chosen = self.kernels.rope_store, self.kernels.paged_decode
+        both_are_ours = chosen == (KERNELS.rope_store, KERNELS.paged_decode)
         return both_are_ours and self.decodes_with_triton
