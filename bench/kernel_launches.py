@@ -183,12 +183,14 @@ def attention_arguments(
 
 
 def _rope_and_decode() -> Iterator[Launch]:
-    def store(tokens: int, heads: int, kv_heads: int, normed: bool, values: Any = None) -> Callable[[], Any]:
-        pool = empty(4096, 16, kv_heads, 128)
+    def store(
+        tokens: int, heads: int, kv_heads: int, normed: bool, dim: int = 128, values: Any = None
+    ) -> Callable[[], Any]:
+        pool = empty(4096, 16, kv_heads, dim)
         num_heads = heads + kv_heads * (1 if values == "keys" else 2)
-        qkv, table = empty(tokens, num_heads * 128), empty(8192, 128, dtype=F32)
+        qkv, table = empty(tokens, num_heads * dim), empty(8192, dim, dtype=F32)
         arguments = (qkv, table, ints(tokens), ints(tokens), pool, pool)
-        weights = (empty(128), empty(128)) if normed else ()
+        weights = (empty(dim), empty(dim)) if normed else ()
         return functools.partial(rope_store.rope_store_triton, *arguments, *weights, normed_values=values)
 
     def decode(*shape: int, dtype: torch.dtype = BF16, **options: Any) -> Callable[[], Any]:
@@ -210,7 +212,8 @@ def _rope_and_decode() -> Iterator[Launch]:
     yield Launch("rope_store 32/8/128", store(64, 32, 8, False))
     yield Launch("rope_store normed 32/4/128, 2 tokens", store(2, 32, 4, True))
     yield Launch("rope_store normed 32/4/128, 64 tokens", store(64, 32, 4, True), False)
-    yield Launch("rope_store normed 32/4/128, values of keys", store(64, 32, 4, True, "keys"), False)
+    yield Launch("rope_store 16/8/256, values", store(64, 16, 8, True, 256, "values"), False)
+    yield Launch("rope_store 16/2/512, values of keys", store(64, 16, 2, True, 512, "keys"))
     yield Launch("decode 32/8/128 page 16", decode(32, 8, 128, 16), False)
     yield Launch("decode 9/3/64 page 16 fp16", decode(9, 3, 64, 16, dtype=F16), False)
     yield Launch("decode 28/4/80 page 1", decode(28, 4, 80, 1, window=1024, softcap=30.0), False)

@@ -125,11 +125,11 @@ def _keep_shapes(core: Any) -> None:
 
     def init_kept_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple(size if type(size) is int else core._unwrap_if_constexpr(size) for size in shape)
-        found = blocks.get(key)
+        found = blocks.get(key) if all(type(size) is int for size in key) else None
         if found is None:
             init_block(self, element_ty, shape)
             blocks[key] = self.shape, self.numel, str(self.shape)
-            return
+            return  # what it refuses is not kept
         self.element_ty = element_ty
         self.shape, self.numel, name = found
         self.name = f"<{name}, {element_ty}>"

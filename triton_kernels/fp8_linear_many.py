@@ -129,7 +129,7 @@ def _fp8_tiled_kernel(
             x_scales = x_scale_ptr + rows
             x_scale = tl.load(x_scales + first * num_rows, rows < num_rows, other=0.0)
         for block in range(first, last):
-            # The copy engine reads zeros beyond the last row and column.
+            # Beyond the last row lies what `with_rows_behind` says, beyond the last column zeros.
             x = x_desc.load([row_start, block * BLOCK_K])
             w = w_desc.load([output_start, block * BLOCK_K])
             if BLOCKS:

@@ -103,8 +103,8 @@ def rope_store_cpu(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-    normed_values: str | None = None,
     kv_scales: Tensor | None = None,
+    normed_values: str | None = None,
 ) -> Tensor:
     """The op `rope_store`. q and k are rotated together, because their heads lie side by side in qkv."""
     num_tokens, num_kv_heads, head_dim = qkv.shape[0], *k_cache.shape[2:]

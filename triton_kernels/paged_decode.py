@@ -646,13 +646,13 @@ def rope_paged_decode(
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """rope_store of qkv [R, (H+2K)*D], then paged_decode of its q, in one launch; returns [R, H, D].
+    """rope_store of qkv (as that takes it), then paged_decode of its q, in one launch; returns [R, H, D].
 
     Arguments as theirs. Token r is the last of row r's context_len[r] tokens, and its slot is that token's
     place in the page table. With slot -1 the token is not stored, and its row sees what the pools hold.
     """
     where = (page_table, row_ids, context_len, scale, window, softcap)
     if qkv.device.type == "cpu":
-        q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:], kv_scales)
+        q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:6], kv_scales, rope.normed_values)
         return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales, sinks)
     return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals, kv_scales, rope=rope, sinks=sinks)

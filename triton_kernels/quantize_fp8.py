@@ -2,9 +2,9 @@
 
     quantize_fp8(x)        s[0, t] = max over k of |x[t, k]| / 448;    q[t, k] = e4m3(x[t, k] / s[0, t])
     quantize_fp8(x, 128)   the same with s[g, t] for the columns 128 * g to 128 * g + 127
-    silu_mul_fp8(x, ...)   quantize_fp8(silu_mul(x), ...)
+    quantize_fp8(silu_mul(x), ...) in one launch: silu_mul_fp8_triton
 
-T rows, K columns, G scales of a row. s is float32 [G, T], q is [T, K], x / s within 2 units in the last
+T rows, K columns, G scales of a row. s is float32 [G, T], q is [T, K], x / s within 5 units in the last
 place before it is rounded. A row of zeros has zeros and a scale above 0; NaN stays NaN. Any K (with groups: a
 multiple of 128), T may be 0, rows may be strided.
 
@@ -48,7 +48,7 @@ def quantize_fp8_reference(x: Tensor, group: int | None = None) -> tuple[Tensor,
 
 
 def silu_mul_fp8_reference(gate_up: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """The same as silu_mul_fp8, in plain torch."""
+    """The same as silu_mul_fp8_triton, in plain torch."""
     return quantize_fp8_reference(silu_mul_reference(gate_up), group)
 
 

@@ -40,7 +40,7 @@ class Kernels(NamedTuple):
 
 KERNELS = Kernels()
 """Our own functions."""
-OF_SOME_MODELS = ("kv_scales", "sinks", "biases", "gate", "shared", "scales")
+OF_SOME_MODELS = ("kv_scales", "normed_values", "sinks", "biases", "gate", "shared", "scales")
 """Arguments that only models get that have such a thing."""
 
 

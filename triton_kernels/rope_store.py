@@ -9,9 +9,9 @@
     with normed_values (Gemma 4): x / sqrt(mean(x^2) + eps), x = that, or qkv[t, H + kh] if values are keys
 
 T new tokens, H query heads, K KV heads, D head dim (even), P pages, S page size. Float32 inside, one rounding
-of q and k, to the dtype of qkv. A token with slot_mapping -1 (padding) is not stored; its q is still written
-(rotated as at position 0, so that a padding token's position is never trusted). T may be 0. qkv rows and the
-pools' page, token and head strides are free; the elements of a head lie next to each other.
+of q, k and normalised values, to the dtype of qkv. A token with slot_mapping -1 (padding) is not stored; its
+q is still written, rotated as at position 0, so that a padding token's position is never trusted. T may be 0;
+qkv rows and the pools' page, token and head strides are free; the elements of a head lie next to each other.
 
 The table contains the scaling of the angles (linear, dynamic, Llama 3, YaRN), and YaRN's attention factor as
 a factor on both halves of its rows. Pairs whose angles are 0 are not rotated.
@@ -55,8 +55,8 @@ def rope_store_reference(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-    normed_values: NormedValues | None = None,
     kv_scales: Tensor | None = None,
+    normed_values: NormedValues | None = None,
 ) -> Tensor:
     """The same as rope_store, in plain torch."""
     _, page_size, num_kv_heads, head_dim = k_cache.shape
@@ -214,8 +214,8 @@ def rope_store_triton(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-    normed_values: NormedValues | None = None,
     kv_scales: Tensor | None = None,
+    normed_values: NormedValues | None = None,
 ) -> Tensor:
     """Launch the kernel on any device."""
     num_tokens = qkv.shape[0]
@@ -277,19 +277,19 @@ def rope_store(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-    normed_values: NormedValues | None = None,
     kv_scales: Tensor | None = None,
+    normed_values: NormedValues | None = None,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H+2K)*D], write k and v into the pools, return the rotated q [T, H, D].
 
     cos_sin is float32 [max_position, D] (cosines of D/2 angles, then their sines), positions and slot_mapping
     are int32 [T] (slot -1 = store nothing), k_cache and v_cache are [P, S, K, D] and are written in place.
     q_norm_weight and k_norm_weight [D] ask for an RMSNorm (eps) of every head of q or k before its rotation.
-    normed_values: values are normalised, too, without a weight; with "keys" qkv [T, (H+K)*D] has no others.
     kv_scales, float32 [2], are the scales of keys and values in pools of e4m3, which must have them.
+    normed_values: values are normalised, too, without a weight; with "keys" qkv [T, (H+K)*D] has no others.
     """
-    norms = (q_norm_weight, k_norm_weight, eps, normed_values)
-    arguments = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, *norms, kv_scales)
+    norms = (q_norm_weight, k_norm_weight, eps)
+    arguments = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, *norms, kv_scales, normed_values)
     if qkv.device.type == "cpu":
         return rope_store_cpu(*arguments)
     return rope_store_triton(*arguments)

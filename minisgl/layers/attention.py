@@ -110,11 +110,11 @@ class Attention(nn.Module):
         norms: tuple[Any, ...] = ()
         if q_norm is not None and k_norm is not None:
             norms = (q_norm.weight, k_norm.weight, q_norm.eps)
-            norms += () if normed_values is None else (normed_values,)
+        values = {} if normed_values is None else {"normed_values": normed_values}
         if inputs.is_decode and self._uses_fused_decode():
             out = rope_paged_decode(
                 qkv,
-                Rope(cos_sin, positions, inputs.slot_mapping, *norms),
+                Rope(cos_sin, positions, inputs.slot_mapping, *norms, **values),
                 self.k_cache,
                 self.v_cache,
                 page_table=inputs.page_table,
@@ -129,7 +129,7 @@ class Attention(nn.Module):
             )
         else:
             places = (positions, inputs.slot_mapping, self.k_cache, self.v_cache)
-            q = self.kernels.rope_store(qkv, cos_sin, *places, *norms, **self._scales())
+            q = self.kernels.rope_store(qkv, cos_sin, *places, *norms, **self._scales(), **values)
             out = self.attend_pool(q, inputs)
         return out.view(-1, self.num_heads * self.head_dim)
 

@@ -102,6 +102,16 @@ def test_a_mistake_is_a_config_error_that_says_what(spec: str, said: str, experi
         replace_kernels(small_model(), rows, (spec,))
 
 
+def test_an_argument_that_only_some_models_give_may_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, eps=1"
+    (tmp_path / "without_values.py").write_text(f"def store({names}): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = with_replacements(["rope_store=without_values:store"])
+    assert chosen.rope_store.__module__ == "without_values"
+
+
 def test_an_op_is_replaced_once(experiment: ModuleType) -> None:
     with pytest.raises(ValueError, match="rms_norm is replaced twice"):
         with_replacements(["rms_norm=experiment:norm", "rmsnorm=experiment:norm"])

@@ -23,9 +23,9 @@ def test_logits_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         calls.append("norms")
         return True
 
-    def store(*arguments: Any) -> torch.Tensor:
-        calls.append(f"normed {arguments[9]}")
-        return rope_store_triton(*arguments)
+    def store(*arguments: Any, normed_values: Any) -> torch.Tensor:
+        calls.append(f"normed {normed_values}")
+        return rope_store_triton(*arguments, normed_values=normed_values)
 
     monkeypatch.setattr(gemma4, "suits_mixture_norms", always)
     family, settings = VARIANTS["gemma4_experts_keys_as_values_softcap"]

@@ -183,7 +183,7 @@ def test_rope_store_equals_the_reference_and_touches_no_other_memory(
         ]
 
     before, got, expected = qkv.clone(), pools(), pools()
-    options = (*weights, 1e-6, values)
+    options = (*weights, 1e-6, None, values)
     q = rope_store(qkv, cos_sin, positions, slots, *got, *options)
     expected_q = rope_store_reference(qkv, cos_sin, positions, slots, *expected, *options)
     tolerance = 4 * torch.finfo(dtype).eps

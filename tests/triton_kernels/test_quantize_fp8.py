@@ -18,11 +18,12 @@ from triton_kernels.quantize_fp8 import (
     quantize_fp8_reference,
     quantize_fp8_triton,
     quantize_weight_fp8,
+    silu_mul_fp8_reference,
     silu_mul_fp8_triton,
 )
 from triton_kernels.silu_mul import silu_mul_triton
 
-SIZES = [(1, 128, None), (5, 300, None), (3, 1280, GROUP), (7, 4096, GROUP), (0, 256, GROUP)]
+SIZES = [(1, 128, None), (5, 300, None), (3, 2500, None), (3, 1280, GROUP), (7, 4096, GROUP), (0, 256, GROUP)]
 
 
 def rows_of(count: int, width: int, device: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -72,6 +73,25 @@ def test_silu_mul_is_quantized_as_if_it_ran_alone(count, width, group, device):
     gate_up = rows_of(count, 2 * width, device)
     expected = quantize_fp8_reference(silu_mul_triton(gate_up), group)
     assert_same_numbers(silu_mul_fp8_triton(gate_up, group), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter rounds to bfloat16 in another way")
+@pytest.mark.parametrize("width", [128, 300, 14336, 17408])
+def test_rows_of_bfloat16_are_rounded_two_numbers_at_a_time(width):
+    gate_up = rows_of(8, 2 * width, "cuda", torch.bfloat16)
+    assert_same_numbers(silu_mul_fp8_triton(gate_up), silu_mul_fp8_reference(gate_up))
+
+
+@pytest.mark.parametrize("rows", [0, 3, 8])
+@pytest.mark.parametrize("quantize", [quantize_fp8_triton, silu_mul_fp8_triton])
+def test_rows_have_memory_behind_them_where_it_is_asked_for(quantize, rows, device):
+    x = rows_of(rows, 256, device)
+    rounded, scales = quantize(x, room=5)
+    width = rounded.shape[1]
+    assert rounded.is_contiguous()
+    assert rounded.untyped_storage().nbytes() == max(rows, 5) * width
+    for got, expected in zip((rounded, scales), quantize(x), strict=True):
+        assert torch.equal(got.float(), expected.float())
 
 
 @pytest.mark.parametrize("group", [None, GROUP])

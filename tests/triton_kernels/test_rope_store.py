@@ -77,6 +77,7 @@ def test_kernel_equals_the_reference(tokens, heads, kv_heads, head_dim, page_siz
                 q_weight,
                 k_weight,
                 1e-5,
+                None,
                 values,
             )
         )
@@ -119,7 +120,7 @@ def test_normalised_values_have_a_mean_square_of_one(source, device):
     places = torch.arange(tokens, dtype=torch.int32, device=device)
     for store in (rope_store, rope_store_triton, rope_store_reference):
         pools = torch.zeros(2, 2, 4, kv_heads, head_dim, device=device)
-        norms = (None, k_weight, 0.1, source)
+        norms = (None, k_weight, 0.1, None, source)
         q = store(qkv, table(9, head_dim).to(device), places, places, pools[0], pools[1], *norms)
         assert q.shape == (tokens, heads, head_dim)
         torch.testing.assert_close(pools[1].flatten(0, 1)[:tokens], expected.float())

@@ -33,11 +33,11 @@ def test_rotation_and_decode_in_one_launch_with_heads_of_512(device: str) -> Non
     rope = Rope(torch.cat((angles.cos(), angles.sin()), 1), last, pages * 16 + last % 16, *norms)
     rows = (batch.page_table, batch.row_ids, batch.context_len, 0.05)
     pools = [(batch.k_cache.clone(), batch.v_cache.clone()) for _ in range(3)]
-    q = rope_store_reference(qkv, *rope[:3], *pools[0], *rope[3:])
+    q = rope_store_reference(qkv, *rope[:3], *pools[0], *rope[3:6])
     expected = paged_decode_reference(q, *pools[0], *rows)
     got = paged_decode_triton(qkv, *pools[1], *rows, rope=rope)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(rope_store_triton(qkv, *rope[:3], *pools[2], *rope[3:]), q)
+    torch.testing.assert_close(rope_store_triton(qkv, *rope[:3], *pools[2], *rope[3:6]), q)
     for other in pools[1:]:
         torch.testing.assert_close(other[0], pools[0][0], equal_nan=True)
         torch.testing.assert_close(other[1], pools[0][1], equal_nan=True)
