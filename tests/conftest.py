@@ -40,7 +40,7 @@ settings.load_profile("minisgl")
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many workers `-n auto` means: few, as every one starts servers; on a GPU one, for its memory.
 
-    One more than processors, as tests of servers wait for a third of their time: 14 instead of 18 minutes.
+    One more than processors, because tests of servers wait for a third of their time.
     """
     return 1 if HAS_GPU else min(4, len(os.sched_getaffinity(0)) + 1)
 
