@@ -183,9 +183,10 @@ def test_rope_store_equals_the_reference_and_touches_no_other_memory(
         ]
 
     before, got, expected = qkv.clone(), pools(), pools()
-    options = (*weights, 1e-6, None, values)
-    q = rope_store(qkv, cos_sin, positions, slots, *got, *options)
-    expected_q = rope_store_reference(qkv, cos_sin, positions, slots, *expected, *options)
+    q_weight, k_weight = weights
+    more = (q_weight, k_weight, 1e-6, None, values)
+    q = rope_store(qkv, cos_sin, positions, slots, got[0], got[1], *more)
+    expected_q = rope_store_reference(qkv, cos_sin, positions, slots, expected[0], expected[1], *more)
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
     for pool, expected_pool in zip(got, expected, strict=True):

@@ -223,7 +223,7 @@ def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
 
     pools = batch.k_cache.double(), batch.v_cache.double()
     options: list[Any] = [*pools, *(None if weight is None else weight.double() for weight in weights), 1e-5]
-    q = rope_store_reference(qkv.double(), cos_sin.double(), positions, slots, *options, None, values)
+    q = rope_store_reference(qkv.double(), cos_sin.double(), positions, slots, *options, normed_values=values)
     expected = attention_by_sdpa(
         batch._replace(q=q, k_cache=pools[0], v_cache=pools[1]), 0.25, window, softcap
     )
