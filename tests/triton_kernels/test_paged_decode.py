@@ -313,10 +313,11 @@ def test_kernel_over_fp8_pools_equals_torch_attention(head_dim, page_size, group
     head_dim=st.sampled_from([16, 40]),
     page_size=st.sampled_from([1, 16, 64]),
     norms=st.booleans(),
+    values=st.sampled_from([None, "values", "keys"]),
     seed=st.integers(0, 1000),
 )
 def test_rope_paged_decode_stores_fp8_as_rope_store_does_and_attends_to_it(
-    contexts, group, head_dim, page_size, norms, seed
+    contexts, group, head_dim, page_size, norms, values, seed
 ):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (group * 2, 2, head_dim, page_size, -(-150 // page_size))
@@ -324,18 +325,21 @@ def test_rope_paged_decode_stores_fp8_as_rope_store_does_and_attends_to_it(
     slots = slots_of_newest(batch)
     rng = torch.Generator().manual_seed(seed)
     # Some values are beyond what FP8 holds at these scales.
-    qkv = (torch.randn((len(contexts), (group + 2) * 2 * head_dim), generator=rng) * 90).to(device)
+    width = (group + (1 if values == "keys" else 2)) * 2 * head_dim
+    qkv = (torch.randn((len(contexts), width), generator=rng) * 90).to(device)
     cos_sin = torch.randn((200, head_dim), generator=rng).to(device)
     positions = (batch.context_len - 1).int()
     weights = [torch.randn(head_dim, generator=rng).to(device) if norms else None for _ in range(2)]
     caches = [torch.zeros(pool.shape, device=device) for pool in (batch.k_cache, batch.v_cache)]
-    q = rope_store_reference(qkv, cos_sin, positions, slots, caches[0], caches[1], *weights, eps=1e-5)
+    q_weight, k_weight = weights
+    store = (qkv, cos_sin, positions, slots, caches[0], caches[1], q_weight, k_weight)
+    q = rope_store_reference(*store, eps=1e-5, normed_values=values)
     stored = slots.long()
     for pool, cache, scale in zip((exact.k_cache, exact.v_cache), caches, scales, strict=True):
         rounded = (cache.flatten(0, 1)[stored] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
         pool.flatten(0, 1)[stored] = rounded.double() * scale.double()
     expected = attention_by_sdpa(exact._replace(q=q.double()), 0.002)
-    rope = Rope(cos_sin, positions, slots, *weights, eps=1e-5)
+    rope = Rope(cos_sin, positions, slots, q_weight, k_weight, 1e-5, values)
     where = (batch.page_table, batch.row_ids, batch.context_len, 0.002)
     for attend in ("kernel", "cpu"):
         pools = batch.k_cache.clone(), batch.v_cache.clone()
