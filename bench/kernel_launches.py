@@ -87,14 +87,16 @@ def _norms_and_rows() -> Iterator[Launch]:
     yield Launch("add_rms_norm 4096", lambda: rms_norm.add_rms_norm_triton(row, row, weight, 1e-5), False)
     x = empty(64, 576)
     yield Launch("add_rms_norm 576", lambda: rms_norm.add_rms_norm_triton(x, x, empty(576), 1e-5))
-    for tokens, width, experts in ((2, 2048, 128), (16, 4096, 8)):
+    for tokens, width, experts in ((2, 2048, 128), (64, 2880, 32), (16, 4096, 8)):
         x = empty(tokens, width)
         arguments = (x, x, empty(width), 1e-6, empty(experts, width), ints(tokens))
         call = functools.partial(norm_router.add_rms_norm_router_triton, *arguments)
         yield Launch(f"norm_router {tokens}x{width} to {experts}", call)
-    arguments = (x, x, empty(4096), 1e-6, empty(32, 4096), ints(16), empty(32))
-    call = functools.partial(norm_router.add_rms_norm_router_triton, *arguments)
-    yield Launch("norm_router with a bias", call, False)
+    for tokens in (16, 256):
+        x = empty(tokens, 4096)
+        arguments = (x, x, empty(4096), 1e-6, empty(32, 4096), ints(tokens), empty(32))
+        call = functools.partial(norm_router.add_rms_norm_router_triton, *arguments)
+        yield Launch(f"norm_router {tokens}x4096 with a bias", call, False)
     x, w = empty(2, 2816), empty(2816)
     entry = (mixture_norms.EntryNorms(w, w, w, w), 1e-6, empty(128, 2816), 0.02, ints(2))
     yield Launch("enter_mixture 2x2816 to 128", lambda: mixture_norms.enter_mixture(x, x, *entry))

@@ -23,8 +23,8 @@ from triton_kernels.e4m3 import LARGEST, as_fp8
 from triton_kernels.early_start import after_predecessor, between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.moe_fp8_gemm import _GIVEN, _GROUPS, _ROW, Fp8Rows
-from triton_kernels.moe_pairs import PairsConfig, _load_keys, _load_tile, _pick
-from triton_kernels.moe_route import expert_lanes, key_logits
+from triton_kernels.moe_pairs import PairsConfig, _load_tile
+from triton_kernels.moe_route import expert_lanes, key_logits, load_keys, pick_expert
 from triton_kernels.quantize_fp8 import GROUP, SMALLEST_PEAK
 
 MOST_TOKENS = 2
@@ -71,11 +71,11 @@ def _pairs_up_fp8_kernel(
     lanes = tl.arange(0, BLOCK_K)
     num_tokens = between_kernels(num_tokens, EARLY)
     for token in range(num_tokens):
-        keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
-        expert, key, keys = _pick(keys, ids, BLOCK_E)
+        keys = load_keys(logits_ptr + token * logits_stride, ids, E)
+        expert, key, keys = pick_expert(keys, ids, BLOCK_E)
         if key_logits(key) > float("-inf"):
             for _ in range(slot):
-                expert, key, keys = _pick(keys, ids, BLOCK_E)
+                expert, key, keys = pick_expert(keys, ids, BLOCK_E)
             gate_ptrs = gate_up_ptr + expert.to(tl.int64) * (2 * F * K) + rows[:, None] * K + lanes[None, :]
             gates = ()
             ups = ()
@@ -223,7 +223,7 @@ def _pairs_down_fp8_kernel(
     for token in range(num_tokens):
         # The kernel that wrote the logits has ended: the first kernel waits for it before it lets this one
         # begin to run.
-        keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
+        keys = load_keys(logits_ptr + token * logits_stride, ids, E)
         top = key_logits(tl.max(keys, 0))
         somewhere = top > float("-inf")
         all_masses = tl.where(ids < E, tl.exp(key_logits(keys) - top), 0.0)
@@ -232,7 +232,7 @@ def _pairs_down_fp8_kernel(
         experts = ()
         masses = ()
         for _ in tl.static_range(TOP_K):
-            expert, key, keys = _pick(keys, ids, BLOCK_E)
+            expert, key, keys = pick_expert(keys, ids, BLOCK_E)
             mass = tl.exp(key_logits(key) - top)
             if RENORMALIZE:
                 total += mass

@@ -37,8 +37,7 @@ from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
 from triton_kernels.moe_gemm import _most_tiles
 from triton_kernels.moe_int4_gemm import PackedExperts
-from triton_kernels.moe_pairs import _load_keys, _pick
-from triton_kernels.moe_route import Routing, expert_lanes, key_logits
+from triton_kernels.moe_route import Routing, expert_lanes, key_logits, load_keys, pick_expert
 from triton_kernels.warp_tiles import ROWS, TILE, place_in_tile, sum_of_warps
 
 TILE_ROWS = 2 * ROWS
@@ -239,11 +238,11 @@ def _pairs_up_int4_kernel(
     slot = tl.program_id(1)
     start = tl.minimum(tl.program_id(0) * (TILES * _TILE), F - TILES * _TILE)
     token = between_kernels(tl.program_id(2), EARLY)
-    keys = _load_keys(logits_ptr + token.to(tl.int64) * logits_stride, ids, E)
-    expert, key, keys = _pick(keys, ids, BLOCK_E)
+    keys = load_keys(logits_ptr + token.to(tl.int64) * logits_stride, ids, E)
+    expert, key, keys = pick_expert(keys, ids, BLOCK_E)
     if key_logits(key) > float("-inf"):
         for _ in range(slot):
-            expert, key, keys = _pick(keys, ids, BLOCK_E)
+            expert, key, keys = pick_expert(keys, ids, BLOCK_E)
         matrix = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, expert, start, 2 * F, K, GROUP, MXFP4, WARPS)
         weight = fetch_step(matrix, warp, 2 * F, F, K, GROUP, HAS_ZEROS, MXFP4, TILES, 2, UNROLL, WARPS)
         # All eight rows of a tile are the token's.
@@ -285,7 +284,7 @@ def _pairs_down_int4_kernel(
     start = tl.minimum(tl.program_id(0) * (TILES * _TILE), N - TILES * _TILE)
     token = tl.program_id(1)
     # The kernel that wrote the logits has ended: the first kernel waits for it before it lets this one begin.
-    keys = _load_keys(logits_ptr + token.to(tl.int64) * logits_stride, ids, E)
+    keys = load_keys(logits_ptr + token.to(tl.int64) * logits_stride, ids, E)
     top = key_logits(tl.max(keys, 0))
     somewhere = top > float("-inf")
     all_masses = tl.where(ids < E, tl.exp(key_logits(keys) - top), 0.0)
@@ -293,7 +292,7 @@ def _pairs_down_int4_kernel(
     experts = ()
     masses = ()
     for _ in tl.static_range(TOP_K):
-        expert, key, keys = _pick(keys, ids, BLOCK_E)
+        expert, key, keys = pick_expert(keys, ids, BLOCK_E)
         mass = tl.exp(key_logits(key) - top)
         if RENORMALIZE:
             total += mass

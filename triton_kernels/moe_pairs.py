@@ -33,7 +33,7 @@ from torch import Tensor
 from triton_kernels.early_start import after_predecessor, between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
-from triton_kernels.moe_route import NO_KEY, expert_lanes, key_logits, logit_keys
+from triton_kernels.moe_route import expert_lanes, key_logits, load_keys, pick_expert
 
 
 class PairsConfig(NamedTuple):
@@ -45,22 +45,6 @@ class PairsConfig(NamedTuple):
     down_block_n: int = 2
     down_block_k: int = 256
     down_ahead: int = 12
-
-
-@triton.jit
-def _load_keys(logits_ptr, ids, E: tl.constexpr):
-    """The keys of a token's logits."""
-    logits = tl.load(logits_ptr + ids, ids < E, other=float("-inf")).to(tl.float32)
-    logits = tl.where(logits == logits, logits, float("-inf"))
-    return tl.where(ids < E, logit_keys(logits), NO_KEY)
-
-
-@triton.jit
-def _pick(keys, ids, BLOCK_E: tl.constexpr):
-    """(expert with the largest key, the lowest id first among equals; its key; the keys without it)."""
-    key = tl.max(keys, 0)
-    expert = tl.min(tl.where(keys == key, ids, BLOCK_E), 0)
-    return expert, key, tl.where(ids == expert, NO_KEY, keys)
 
 
 @triton.jit
@@ -106,11 +90,11 @@ def _pairs_up_kernel(
     lanes = tl.arange(0, BLOCK_K)
     num_tokens = between_kernels(num_tokens, EARLY)
     for token in range(num_tokens):
-        keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
-        expert, key, keys = _pick(keys, ids, BLOCK_E)
+        keys = load_keys(logits_ptr + token * logits_stride, ids, E)
+        expert, key, keys = pick_expert(keys, ids, BLOCK_E)
         if key_logits(key) > float("-inf"):
             for _ in range(tl.where(slot == TOP_K, 0, slot) if SHARED else slot):
-                expert, key, keys = _pick(keys, ids, BLOCK_E)
+                expert, key, keys = pick_expert(keys, ids, BLOCK_E)
             if SHARED:
                 expert = tl.where(slot == TOP_K, E, expert)
             gate_ptrs = gate_up_ptr + expert.to(tl.int64) * (2 * F * M) + rows[:, None] * M + lanes[None, :]
@@ -211,7 +195,7 @@ def _pairs_down_kernel(
     for token in range(num_tokens):
         # The kernel that wrote the logits has ended: the first kernel waits for it before it lets this one
         # begin to run.
-        keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
+        keys = load_keys(logits_ptr + token * logits_stride, ids, E)
         top = key_logits(tl.max(keys, 0))
         somewhere = top > float("-inf")
         all_masses = tl.where(ids < E, tl.exp(key_logits(keys) - top), 0.0)
@@ -220,7 +204,7 @@ def _pairs_down_kernel(
         masses = ()
         bias = tl.zeros([BLOCK_N], tl.float32)
         for _ in tl.static_range(TOP_K):
-            expert, key, keys = _pick(keys, ids, BLOCK_E)
+            expert, key, keys = pick_expert(keys, ids, BLOCK_E)
             mass = tl.exp(key_logits(key) - top)
             if RENORMALIZE:
                 total += mass

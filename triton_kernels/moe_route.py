@@ -11,11 +11,14 @@ T tokens, E experts, P = T * top_k pairs. NaN logits count as -inf; a token all 
 padding token, say) goes to no expert: its pairs carry expert E and are not in `order`, which then ends
 earlier. 1 <= top_k <= E <= 1024.
 
-The sort is a counting sort. Each block of tokens picks its experts, numbers each expert's pairs and writes
-a histogram. Then each block sums the histograms before its own and writes its pairs to their places; this is
-a second launch unless there is one block (T <= 32). No atomics, no host sync: the grid depends on T alone.
+Two launches, without atomics and host syncs: the grids depend on T alone. Up to FEW_TOKENS tokens, a warp
+picks the experts of a token, and a pair's place is the number of pairs that come before it, each compared
+with each. Both kernels start early. With more tokens, it is a counting sort: each block of tokens picks its
+experts, numbers each expert's pairs and writes a histogram. Then each block sums the histograms before its
+own and writes its pairs to their places.
 
-Cost: T * E logits read, 16 bytes a pair, and (T / BLOCK_T)^2 * E * 4 bytes of histograms from L2.
+Cost: T * E logits read, 16 bytes a pair; P^2 comparisons for few tokens, else (T / BLOCK_T)^2 * E * 4 bytes
+of histograms from L2.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
@@ -29,7 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
+
+FEW_TOKENS = 512
+_BLOCK_T = 32
+_PLACES = 16
+"""Pairs of a program that places them, and experts whose ends it counts."""
 
 
 class Routing(NamedTuple):
@@ -71,6 +80,80 @@ def key_logits(keys):
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def load_keys(logits_ptr, ids, E: tl.constexpr):
+    """The keys of a token's logits."""
+    logits = tl.load(logits_ptr + ids, ids < E, other=float("-inf")).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("-inf"))
+    return tl.where(ids < E, logit_keys(logits), NO_KEY)
+
+
+@triton.jit
+def pick_expert(keys, ids, BLOCK_E: tl.constexpr):
+    """(expert with the largest key, the lowest id first among equals; its key; the keys without it)."""
+    key = tl.max(keys, 0)
+    expert = tl.min(tl.where(keys == key, ids, BLOCK_E), 0)
+    return expert, key, tl.where(ids == expert, NO_KEY, keys)
+
+
+@triton.jit
+def _pick_experts_kernel(
+    logits_ptr,
+    experts_ptr,
+    weights_ptr,
+    scales_ptr,
+    logits_stride,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    ids = tl.arange(0, BLOCK_E)
+    scales = tl.load(scales_ptr + ids, ids < E, other=0.0).to(tl.float32) if SCALES else 1.0
+    token = between_kernels(tl.program_id(0), EARLY).to(tl.int64)
+    keys = load_keys(logits_ptr + token * logits_stride, ids, E)
+    top = key_logits(tl.max(keys, 0))
+    somewhere = top > float("-inf")
+    mass = tl.where(ids < E, tl.exp(key_logits(keys) - tl.where(somewhere, top, 0.0)), 0.0)
+    slots = tl.full([BLOCK_E], TOP_K, tl.int32)
+    for slot in tl.static_range(TOP_K):
+        expert, _, keys = pick_expert(keys, ids, BLOCK_E)
+        slots = tl.where(ids == expert, slot, slots)
+    chosen = slots < TOP_K
+    total = tl.sum(tl.where(chosen, mass, 0.0) if RENORMALIZE else mass, 0)
+    weights = mass / tl.where(somewhere, total, 1.0) * scales
+    tl.store(experts_ptr + token * TOP_K + slots, tl.where(somewhere, ids, E), chosen)
+    tl.store(weights_ptr + token * TOP_K + slots, weights, chosen)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _place_pairs_kernel(
+    experts_ptr,
+    order_ptr,
+    expert_end_ptr,
+    num_pairs,
+    E: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    num_pairs = between_kernels(num_pairs, EARLY)
+    mine = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    expert = tl.load(experts_ptr + mine, mine < num_pairs, other=E)
+    place = tl.zeros([PLACES], tl.int32)
+    end = tl.zeros([PLACES], tl.int32)  # of the experts with the numbers `mine`
+    for first in range(0, num_pairs, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        their = tl.load(experts_ptr + others, others < num_pairs, other=E)[None, :]
+        is_earlier = (their == expert[:, None]) & (others[None, :] < mine[:, None])
+        place += tl.sum(((their < expert[:, None]) | is_earlier).to(tl.int32), 1)
+        end += tl.sum((their <= mine[:, None]).to(tl.int32), 1)
+    tl.store(order_ptr + place, mine, expert < E)
+    tl.store(expert_end_ptr + mine, end, mine < E)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _top_k_kernel(
     logits_ptr,
@@ -78,7 +161,6 @@ def _top_k_kernel(
     weights_ptr,
     indices_ptr,
     counts_ptr,
-    order_ptr,
     scales_ptr,
     num_tokens,
     logits_stride,
@@ -86,7 +168,6 @@ def _top_k_kernel(
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALES: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -120,13 +201,8 @@ def _top_k_kernel(
     expert = tl.where(somewhere[:, None], lanes[None, :], E)
     tl.store(experts_ptr + pairs, expert, chosen)
     tl.store(weights_ptr + pairs, weights, chosen)
-    if ONE_BLOCK:
-        ends = tl.cumsum(counts, 0)
-        tl.store(counts_ptr + lanes, ends, lanes < E)
-        tl.store(order_ptr + (ends - counts)[None, :] + indices, pairs, routed > 0)
-    else:
-        tl.store(counts_ptr + block * E + lanes, counts, lanes < E)
-        tl.store(indices_ptr + pairs, indices, chosen)
+    tl.store(counts_ptr + block * E + lanes, counts, lanes < E)
+    tl.store(indices_ptr + pairs, indices, chosen)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -178,25 +254,58 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool, scales: Tensor |
     """Routing of logits [T, E], T >= 1, rows may be strided; scales [E] are factors of the weights."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * top_k
-    block_t = 16 if num_tokens <= 16 else 32
-    block_e = expert_lanes(num_experts)
-    num_blocks = ceil_div(num_tokens, block_t)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=logits.device)
 
-    experts, order, expert_end = ints(num_tokens, top_k), ints(num_pairs), ints(num_experts)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    one_block = num_blocks == 1
-    indices = experts if one_block else torch.empty_like(experts)
-    counts = expert_end if one_block else ints(num_blocks, num_experts)
+    routing = Routing(ints(num_tokens, top_k), weights, ints(num_pairs), ints(num_experts))
+    if num_tokens > FEW_TOKENS:
+        _route_many(logits, renormalize, scales, routing)
+        return routing
+    early = can_start_early(logits.device)
+    _pick_experts_kernel[(num_tokens,)](
+        logits,
+        routing.experts,
+        routing.weights,
+        logits if scales is None else scales,
+        logits.stride(0),
+        num_experts,
+        top_k,
+        renormalize,
+        scales is not None,
+        expert_lanes(num_experts),
+        early,
+        num_warps=1,
+    )
+    _place_pairs_kernel[(ceil_div(max(num_pairs, num_experts), _PLACES),)](
+        routing.experts,
+        routing.order,
+        routing.expert_end,
+        num_pairs,
+        num_experts,
+        _PLACES,
+        min(512, max(32, next_power_of_2(num_pairs))),
+        early,
+        num_warps=4,
+    )
+    return routing
+
+
+def _route_many(logits: Tensor, renormalize: bool, scales: Tensor | None, routing: Routing) -> None:
+    """Fill the routing of many tokens."""
+    num_tokens, num_experts = logits.shape
+    num_pairs, top_k = len(routing.order), routing.experts.shape[1]
+    block_e = expert_lanes(num_experts)
+    num_blocks = ceil_div(num_tokens, _BLOCK_T)
+    indices = torch.empty_like(routing.experts)
+    counts = indices.new_empty((num_blocks, num_experts))
     _top_k_kernel[(num_blocks,)](
         logits,
-        experts,
-        weights,
+        routing.experts,
+        routing.weights,
         indices,
         counts,
-        order,
         logits if scales is None else scales,
         num_tokens,
         logits.stride(0),
@@ -204,25 +313,22 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool, scales: Tensor |
         top_k,
         renormalize,
         scales is not None,
-        one_block,
-        block_t,
+        _BLOCK_T,
         block_e,
         num_warps=8,
     )
-    if not one_block:
-        _sort_kernel[(num_blocks,)](
-            experts,
-            indices,
-            counts,
-            order,
-            expert_end,
-            num_pairs,
-            num_blocks,
-            num_experts,
-            block_t * top_k,
-            next_power_of_2(block_t * top_k),
-            block_e,
-            max(1, 8192 // block_e),
-            num_warps=8,
-        )
-    return Routing(experts, weights, order, expert_end)
+    _sort_kernel[(num_blocks,)](
+        routing.experts,
+        indices,
+        counts,
+        routing.order,
+        routing.expert_end,
+        num_pairs,
+        num_blocks,
+        num_experts,
+        _BLOCK_T * top_k,
+        next_power_of_2(_BLOCK_T * top_k),
+        block_e,
+        max(1, 8192 // block_e),
+        num_warps=8,
+    )

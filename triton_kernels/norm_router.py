@@ -1,4 +1,4 @@
-"""The norm before a mixture of experts and its router, in one launch for the few rows of a decode step.
+"""The norm before a mixture of experts, and its router.
 
     s[t]          = round(x[t] + residual[t])
     y[t]          = round(weight * s[t] / sqrt(mean(s[t]^2) + eps))
@@ -6,35 +6,45 @@
                     is padding
 
 T tokens, M model width, E experts. Float32 inside, `round` being that to x's dtype, as in rms_norm.py; the
-kernel leaves the logits in float32. Rows of x and of the residual may be strided, M is any, T may be 0.
+kernels leave the logits in float32. Rows of x and of the residual may be strided, M is any, T may be 0.
 
-Each program normalises a whole row, which is cheap and saves a launch, and multiplies it with a few rows of
-the router, which it loads before the previous kernel has ended. With more than MAX_ROWS rows, add_rms_norm,
-linear and a mask run one after the other.
+Up to FEW_LOGITS logits it is one launch: each program normalises a whole row, which is cheap, and multiplies
+it with two rows of the router, which it loads before the previous kernel has ended. Up to ROUTER_ROWS rows a
+norm comes first, then a product whose programs have 16 tokens and 8 experts, and sum over parts of m apart.
+Beyond, add_rms_norm, linear and a mask run one after the other.
 
-Cost: E * M elements of the router, 4 * T * M elements besides; a launch, for few rows.
+Cost: E * M elements of the router, 4 * T * M elements besides; in two launches, each part of the router once
+for 16 rows, and each row once for 8 experts, from L2.
 """
 
-# A kernel launch looks like a call, but it takes options that the kernel does not declare.
-# pyright: reportCallIssue=false
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int in a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
-from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start
+from triton_kernels.early_start import (
+    after_predecessor,
+    between_kernels,
+    can_start_early,
+    fetch_into_l2,
+    let_next_start,
+)
+from triton_kernels.gpu import gpu_of
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.linear import MAX_ROWS, linear, linear_reference
-from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+from triton_kernels.linear import linear, linear_reference
+from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, add_rms_norm_triton
 
+FEW_LOGITS = 2048
+"""T * E; measured on an H200 with 32 to 272 experts."""
+ROUTER_ROWS = 512
 _BLOCK_E = 2
 _NUM_WARPS = 4
-
-
-def suits_norm_router(x: Tensor) -> bool:
-    """Whether the kernel is for x [T, M]: on a GPU, and few rows."""
-    return x.device.type == "cuda" and x.shape[0] <= MAX_ROWS
+_ROWS, _EXPERTS, _BLOCK_M, _SPLITS = 16, 8, 512, 4
 
 
 def add_rms_norm_router_reference(
@@ -129,7 +139,59 @@ def _norm_router_kernel(
         tl.store(new_residual_ptr + row * width + columns, total, inside)
 
 
-def add_rms_norm_router_triton(
+@triton.jit(do_not_specialize=["num_rows"])
+def _router_kernel(
+    y_ptr,
+    router_ptr,
+    bias_ptr,
+    slot_mapping_ptr,
+    logits_ptr,
+    num_rows,
+    y_stride,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Products are [splits, rows, part of m] x [splits, part of m, experts]."""
+    PART: tl.constexpr = BLOCK_M // SPLITS
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    lanes = tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    router_ptrs = router_ptr + tl.minimum(experts, E - 1)[None, None, :] * M + lanes[:, :, None]
+    if EARLY:
+        LINE: tl.constexpr = 1024 // router_ptr.dtype.element_ty.primitive_bitwidth  # of L2, in elements
+        lines = tl.arange(0, BLOCK_M // LINE)[:, None] * LINE
+        for m0 in range(0, M, BLOCK_M):
+            row = tl.minimum(m0 + lines, M - 1)
+            fetch_into_l2(router_ptr + tl.minimum(experts, E - 1)[None, :] * M + row)
+    num_rows = between_kernels(num_rows, EARLY)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = rows < num_rows
+    y_ptrs = y_ptr + rows[None, :, None].to(tl.int64) * y_stride + lanes[:, None, :]
+    acc = tl.zeros([SPLITS, ROWS, EXPERTS], tl.float32)
+    for m0 in range(0, M, BLOCK_M):
+        if M % BLOCK_M == 0:
+            router = tl.load(router_ptrs + m0)
+            y = tl.load(y_ptrs + m0, there[None, :, None], other=0.0)
+        else:
+            inside = lanes < M - m0
+            router = tl.load(router_ptrs + m0, inside[:, :, None], other=0.0)
+            y = tl.load(y_ptrs + m0, inside[:, None, :] & there[None, :, None], other=0.0)
+        acc = tl.dot(y, router, acc, input_precision="ieee")
+    logits = tl.sum(acc, 0)
+    if BIAS:
+        logits += tl.load(bias_ptr + experts, experts < E, other=0.0).to(tl.float32)[None, :]
+    slot = tl.load(slot_mapping_ptr + rows, there, other=-1)
+    logits = tl.where((slot < 0)[:, None], float("-inf"), logits)
+    places = rows[:, None].to(tl.int64) * E + experts[None, :]
+    tl.store(logits_ptr + places, logits, there[:, None] & (experts < E)[None, :])
+
+
+def _launch_together(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -138,7 +200,6 @@ def add_rms_norm_router_triton(
     slot_mapping: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel on any device; for T of at least 1."""
     num_rows, width = x.shape
     num_experts = router.shape[0]
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
@@ -168,7 +229,37 @@ def add_rms_norm_router_triton(
     return y, new_residual, logits
 
 
-def add_rms_norm_router(
+def router_logits_triton(
+    y: Tensor, router: Tensor, slot_mapping: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Launch the kernel on any device; y [T, M] is normalised, T at least 1."""
+    num_rows, width = y.shape
+    num_experts = router.shape[0]
+    logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=y.device)
+    stage_bytes = y.element_size() * _BLOCK_M * (_ROWS + _EXPERTS)
+    _router_kernel[(ceil_div(num_experts, _EXPERTS), ceil_div(num_rows, _ROWS))](
+        y,
+        router,
+        router if bias is None else bias,
+        slot_mapping,
+        logits,
+        num_rows,
+        y.stride(0),
+        width,
+        num_experts,
+        bias is not None,
+        _ROWS,
+        _EXPERTS,
+        _BLOCK_M,
+        _SPLITS,
+        can_start_early(y.device),
+        num_warps=_NUM_WARPS,
+        num_stages=gpu_of(y.device).stages_that_fit(4, stage_bytes),
+    )
+    return logits
+
+
+def add_rms_norm_router_triton(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -177,13 +268,81 @@ def add_rms_norm_router(
     slot_mapping: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(normed [T, M], x + residual [T, M], logits [T, E]).
+    """Launch the kernels on any device; for T of at least 1."""
+    if x.shape[0] * router.shape[0] <= FEW_LOGITS:
+        return _launch_together(x, residual, weight, eps, router, slot_mapping, bias)
+    y, new_residual = add_rms_norm_triton(x, residual, weight, eps)
+    return y, new_residual, router_logits_triton(y, router, slot_mapping, bias)
 
-    x and residual [T, M], weight [M], router [E, M], slot_mapping int32 [T], -1 = padding, bias [E], added to
-    the logits. No input is written. The logits are float32 where the kernel computes them, of x's dtype
-    elsewhere.
+
+# Opaque to torch.compile, whose code serves any number of rows: the ops choose when they run, which is once
+# for each recorded graph.
+
+
+@torch.library.custom_op("triton_kernels::router_logits", mutates_args=())
+def router_logits(
+    y: Tensor,
+    router: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None = None,
+    in_float32: bool = False,
+) -> Tensor:
+    """Logits, float32 [T, E], of normalised rows y [T, M].
+
+    router [E, M], slot_mapping int32 [T], -1 = padding, bias [E], added to the logits. Beyond ROUTER_ROWS
+    rows, and on CPUs, the logits are rounded to y's dtype unless in_float32.
     """
-    if suits_norm_router(x):
+    if y.device.type == "cuda" and 1 <= y.shape[0] <= ROUTER_ROWS:
+        return router_logits_triton(y, router, slot_mapping, bias)
+    if in_float32:
+        logits = F.linear(y.float(), router.float(), None if bias is None else bias.float())
+    else:
+        logits = linear(y, router, bias).float()
+    return masked_logits(logits, slot_mapping)
+
+
+@router_logits.register_fake
+def _(
+    y: Tensor,
+    router: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None = None,
+    in_float32: bool = False,
+) -> Tensor:
+    return y.new_empty((y.shape[0], router.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("triton_kernels::add_rms_norm_router", mutates_args=())
+def add_rms_norm_router(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None = None,
+    in_float32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(normed [T, M], x + residual [T, M], logits float32 [T, E]); no input is written.
+
+    x and residual [T, M], weight [M]; the other arguments, and how the logits are rounded, as router_logits.
+    """
+    if x.device.type == "cuda" and 1 <= x.shape[0] <= ROUTER_ROWS:
         return add_rms_norm_router_triton(x, residual, weight, eps, router, slot_mapping, bias)
     y, new_residual = add_rms_norm(x, residual, weight, eps)
-    return y, new_residual, masked_logits(linear(y, router, bias), slot_mapping)
+    return y, new_residual, router_logits(y, router, slot_mapping, bias, in_float32)
+
+
+@add_rms_norm_router.register_fake
+def _(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None = None,
+    in_float32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = x.new_empty(x.shape)
+    return y, torch.empty_like(y), x.new_empty((x.shape[0], router.shape[0]), dtype=torch.float32)

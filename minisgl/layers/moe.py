@@ -4,7 +4,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from minisgl.errors import ModelError
 from minisgl.layers.experts.make import make_experts
@@ -16,7 +15,7 @@ from minisgl.model_config.config import ExpertsConfig, ExpertStorage
 from minisgl.model_config.quantization import Quantization, layer_scheme
 from triton_kernels.moe_choice import Choice, choose_experts
 from triton_kernels.moe_gate import SILU
-from triton_kernels.norm_router import add_rms_norm_router, masked_logits, suits_norm_router
+from triton_kernels.norm_router import add_rms_norm_router, masked_logits, router_logits
 from triton_kernels.registry import KERNELS
 
 ROUTER_ROWS_OF_SHARED = 16
@@ -98,23 +97,20 @@ class MoeMLP(nn.Module):
         Padding tokens (slot_mapping int32 [T] is -1) go to no expert and yield zeros, so that no expert is
         read for padding alone.
         """
-        # Other rows than the kernel's get logits that are rounded to x's dtype.
-        is_fused = suits_norm_router(x) or not self.config.router_in_float32
-        if is_fused and isinstance(norm, RMSNorm) and self.norm_and_router_are_ours():
-            x, residual, logits = add_rms_norm_router(
-                x, residual, norm.weight, norm.eps, self.router, slot_mapping, self.router_bias
-            )
+        if isinstance(norm, RMSNorm) and self.norm_and_router_are_ours():
+            router = (self.router, slot_mapping, self.router_bias, self.config.router_in_float32)
+            x, residual, logits = add_rms_norm_router(x, residual, norm.weight, norm.eps, *router)
         else:
             x, residual = norm.forward_add(x, residual)
-            logits = masked_logits(self._router_logits(x), slot_mapping)
+            logits = self._router_logits(x, slot_mapping)
         return self._add_shared(x, self._mix(x, logits)), residual
 
     def mix_beside(self, x: Tensor, stream: Tensor, slot_mapping: Tensor) -> Tensor:
         """The mixture of x [T, M], where the router looks at the residual stream [T, M] by its own norm."""
         assert self.router_scale is not None
         normed = self.kernels.rms_norm(stream, self.router_scale, self.eps)
-        logits = self.kernels.linear(normed, self.router) * self.router_factor
-        return self._add_shared(x, self._mix(x, masked_logits(logits, slot_mapping)))
+        logits = self._router_logits(normed, slot_mapping) * self.router_factor
+        return self._add_shared(x, self._mix(x, logits))
 
     @property
     def _experts_take_scales(self) -> bool:
@@ -126,11 +122,12 @@ class MoeMLP(nn.Module):
         """On the logits of a router with a norm of its own."""
         return self.router.shape[1] ** -0.5
 
-    def _router_logits(self, x: Tensor) -> Tensor:
-        if self.config.router_in_float32:
-            bias = None if self.router_bias is None else self.router_bias.float()
-            return F.linear(x.float(), self.router.float(), bias)
-        return self.kernels.linear(x, self.router, self.router_bias)
+    def _router_logits(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        if self.kernels.linear == KERNELS.linear or self.config.router_in_float32:
+            return router_logits(
+                x, self.router, slot_mapping, self.router_bias, self.config.router_in_float32
+            )
+        return masked_logits(self.kernels.linear(x, self.router, self.router_bias), slot_mapping)
 
     def _mix(self, x: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum [T, M] of what the experts make of x [T, M]; logits [T, E]."""

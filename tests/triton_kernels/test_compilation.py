@@ -44,6 +44,7 @@ MULTIPLYING = TALL_KERNELS | {
     "_down_kernel",
     "_linear_kernel",
     "_split_linear_kernel",
+    "_router_kernel",
     "_paged_decode_kernel",
     "_fp8_linear_kernel",
     "_fp8_split_linear_kernel",
@@ -70,6 +71,8 @@ KERNELS = MULTIPLYING | {
     "_bracket_kernel",
     "_list_kernel",
     "_sample_kernel",
+    "_pick_experts_kernel",
+    "_place_pairs_kernel",
     "_top_k_kernel",
     "_choose_kernel",
     "_sort_kernel",
@@ -108,6 +111,7 @@ LOAD_EARLY = {
     "_rms_norm_fp8_kernel": "its weight",
     "_rms_norm_kernel": "its weight",
     "_rope_store_kernel": "the step's positions and slots, a table and weights",
+    "_pick_experts_kernel": "scales of experts",
 }
 """What kernels load before they wait, as early_start.py allows it."""
 SPILLS = {"_paged_prefill_hopper_kernel": 256, "_fp8_tiled_kernel": 256}
@@ -211,7 +215,6 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "fp8_gated_linear": ["y_ptr"],
         "fp8_gated_linear_with_peaks": ["peaks_ptr", "y_ptr"],
         "quantize_fp8_with_peaks": ["q_ptr", "scales_ptr"],
-        "add_rms_norm_router": ["logits_ptr", "new_residual_ptr", "y_ptr"],
         "enter_mixture": ["for_experts_ptr", "for_mlp_ptr", "logits_ptr", "stream_ptr"],
         "leave_mixture": ["new_residual_ptr", "y_ptr"],
         "choose_experts": ["factors_ptr", "weights_ptr"],

@@ -1,10 +1,13 @@
 """Routing: experts and weights against a stable sort, pairs against a sort by expert."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triton_kernels import moe_route
 from triton_kernels.moe_route import route_triton, top_k_reference
 
 
@@ -23,9 +26,10 @@ def test_reference_takes_the_lowest_id_first_among_equals():
     top_k=st.integers(1, 8),
     renormalize=st.booleans(),
     ties=st.booleans(),
+    few=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_kernels_equal_the_reference(tokens, experts, top_k, renormalize, ties, seed):
+def test_kernels_equal_the_reference(tokens, experts, top_k, renormalize, ties, few, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     top_k = min(top_k, experts)
     rng = torch.Generator().manual_seed(seed)
@@ -35,7 +39,8 @@ def test_kernels_equal_the_reference(tokens, experts, top_k, renormalize, ties, 
         logits[logits == 2] = float("nan")
         logits[seed % tokens] = float("-inf")
     logits = logits.to(device)
-    routing = route_triton(logits, top_k, renormalize)
+    with patch.object(moe_route, "FEW_TOKENS", moe_route.FEW_TOKENS if few else 0):
+        routing = route_triton(logits, top_k, renormalize)
     chosen, weights = top_k_reference(logits, top_k, renormalize)
     assert torch.equal(routing.experts, chosen)
     torch.testing.assert_close(routing.weights, weights, atol=1e-6, rtol=1e-5)
@@ -49,7 +54,7 @@ def test_kernels_equal_the_reference(tokens, experts, top_k, renormalize, ties, 
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="thousands of tokens take too long in the interpreter"
 )
-@pytest.mark.parametrize("tokens", [33, 1000, 8192, 20000])
+@pytest.mark.parametrize("tokens", [33, 512, 513, 8192, 20000])
 def test_many_tokens(tokens):
     logits = torch.randn((tokens, 128), device="cuda", dtype=torch.bfloat16)
     routing = route_triton(logits, 8, True)

@@ -22,7 +22,6 @@ from triton_kernels import (
     logit_rules,
     mixture_norms,
     moe_choice,
-    norm_router,
     paged_decode,
     paged_prefill,
     quantize_fp8,
@@ -143,14 +142,6 @@ def main() -> None:
     trace("linear", linear_few.linear_triton, x, torch.randn(80, 64), dynamic=(0,))
     trace("gated_linear", linear_few.gated_linear_triton, x, torch.randn(80, 64), dynamic=(0,))
     trace_quantized(x, weight)
-    trace(
-        "add_rms_norm_router",
-        lambda x, w, slots: norm_router.add_rms_norm_router_triton(x, x, w, 1e-5, torch.randn(8, 64), slots),
-        x,
-        weight,
-        ints(6),
-        dynamic=(0, 2),
-    )
     trace(
         "enter_mixture",
         lambda x, w, slots: mixture_norms.enter_mixture(

@@ -117,7 +117,7 @@ def _router_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
     def label(tokens: int, shape: ModelShape) -> str:
         return f"{tokens}x{shape.hidden} {shape.experts}"
 
-    cases = token_cases(add_rms_norm_router_problem, (1, 2, 16), label, cpu_tokens=(2,))
+    cases = token_cases(add_rms_norm_router_problem, (1, 2, 16, 64, 256), label, cpu_tokens=(2,))
     return cases(shape, on_gpu) if shape.experts else []
 
 
