@@ -6,7 +6,7 @@
 M rows, N outputs (gated: N / 2), a multiple of 16, K inputs. x's rows are contiguous in 16 bytes; the weight
 is as quantize_int4.py says.
 
-int4_warp_tiles.py says how warps multiply. Their loads are one step ahead.
+int4_warp_tiles.py says how warps multiply. Their loads are a whole step ahead.
 
 A row's result is the same to the last bit in all batches of up to 16 rows.
 
@@ -102,7 +102,7 @@ def _int4_warp_kernel(
         rows_of_x = rows_of_x + (x_ptr.to(tl.int64) + row * x_stride * 2 + lane % 4 * 16,)  # noqa: RUF005
     acc, weight = add_steps(
         no_sums(ROW_TILES, TILES, HALVES, WARPS), weight, rows_of_x, matrix, matrix, N, OUT, K, GROUP,
-        HAS_ZEROS, False, ROW_TILES, TILES, HALVES, UNROLL, WARPS, False,
+        HAS_ZEROS, False, ROW_TILES, TILES, HALVES, UNROLL, WARPS, False, False,
     )  # fmt: skip
     start = let_next_start_here(start, EARLY)
     outputs, rows = place_in_tile()

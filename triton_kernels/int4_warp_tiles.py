@@ -41,6 +41,13 @@ _PAIRS = tl.constexpr(
     "fma.rn.bf16x2 $0, a, one, $5; fma.rn.bf16x2 $1, b, one, $6; "
     "fma.rn.bf16x2 $2, c, one, $7; fma.rn.bf16x2 $3, d, one, $8; }"
 )
+_SCALED_PAIRS = tl.constexpr(
+    "{ .reg .b16 s<4>; .reg .b32 f<4>; "
+    "mov.b32 {s0, s2}, $5; mov.b32 {s1, s3}, $6; "
+    "mov.b32 f0, {s0, s0}; mov.b32 f1, {s1, s1}; mov.b32 f2, {s2, s2}; mov.b32 f3, {s3, s3}; "
+    + E2M1_PAIRS.value.replace("$5", "f0").replace("$6", "f1").replace("$7", "f2").replace("$8", "f3")
+    + " }"
+)
 
 
 @triton.jit
@@ -48,16 +55,26 @@ def _numbers(words, values, MXFP4: tl.constexpr):
     """Two words -> the two inputs of each quarter of a block, bfloat16 in int32.
 
     Args:
-        values: of each quarter what is added to whole numbers, or what numbers of e2m1 are multiplied with.
+        values: of each quarter what is added to whole numbers, twice; of e2m1 two scales each of `_factors`.
     """
-    return tl.inline_asm_elementwise(
-        E2M1_PAIRS if MXFP4 else _PAIRS,
-        "=r,=r,=r,=r,r,r,r,r,r",
-        [words, values[0], values[1], values[2], values[3]],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    if MXFP4:
+        return tl.inline_asm_elementwise(
+            _SCALED_PAIRS,
+            "=r,=r,=r,=r,r,r,r",
+            [words, values[0], values[1]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _PAIRS,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [words, values[0], values[1], values[2], values[3]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -110,14 +127,10 @@ def _addends(zeros, HAS_ZEROS: tl.constexpr):
 
 @triton.jit
 def _factors(scales):
-    """The four bytes of MXFP4's scales: 2^(s - 65) twice each, bfloat16 in int32."""
+    """2^(s - 65) of the four bytes of MXFP4's scales: two bfloat16 in int32 each, of the first and third
+    quarter and of the second and fourth."""
     exponents = scales + 0x3E3E3E3E
-    return (
-        (exponents & 255) * 0x00800080,
-        ((exponents >> 8) & 255) * 0x00800080,
-        ((exponents >> 16) & 255) * 0x00800080,
-        ((exponents >> 24) & 255) * 0x00800080,
-    )
+    return (exponents << 7) & 0x7F807F80, (exponents >> 1) & 0x7F807F80
 
 
 @triton.jit
@@ -158,6 +171,31 @@ def _fetch(w_address, scales, zeros, block, N, GROUP: tl.constexpr, ZEROS: tl.co
 
 
 @triton.jit
+def _fetch_part(
+    matrix,
+    first_block,
+    part,
+    N: tl.constexpr,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MXFP4: tl.constexpr,
+    TILES: tl.constexpr,
+    HALVES: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """One tile and block of `fetch_step`; parts are in the order of blocks, tiles, halves."""
+    w_address, scales, zeros = matrix
+    block = tl.minimum(first_block + part // (TILES * HALVES) * WARPS, (K + _BLOCK - 1) // _BLOCK - 1)
+    output = part % HALVES * OUT + part // HALVES % TILES * _TILE
+    return _fetch(
+        w_address + tl.cast(output, tl.int64) * _BLOCK_BYTES, scales + output, zeros + output,
+        block, N, GROUP, ZEROS, MXFP4,
+    )  # fmt: skip
+
+
+@triton.jit
 def fetch_step(
     matrix,
     first_block,
@@ -179,18 +217,10 @@ def fetch_step(
         first_block: of each lane; the step's other blocks are WARPS blocks apart. Past the last block the
             last one is loaded again.
     """
-    w_address, scales, zeros = matrix
     all_of_it = ()
-    for u in tl.static_range(UNROLL):
-        block = tl.minimum(first_block + u * WARPS, (K + _BLOCK - 1) // _BLOCK - 1)
-        for tile in tl.static_range(TILES):
-            for half in tl.static_range(HALVES):
-                output = half * OUT + tile * _TILE
-                fetched = _fetch(
-                    w_address + tl.cast(output, tl.int64) * _BLOCK_BYTES, scales + output, zeros + output,
-                    block, N, GROUP, ZEROS, MXFP4,
-                )  # fmt: skip
-                all_of_it = all_of_it + (fetched,)  # noqa: RUF005 (no unpacking in kernels)
+    for part in tl.static_range(UNROLL * TILES * HALVES):
+        fetched = _fetch_part(matrix, first_block, part, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, WARPS)
+        all_of_it = all_of_it + (fetched,)  # noqa: RUF005 (no unpacking in kernels)
     return all_of_it
 
 
@@ -217,7 +247,6 @@ def lanes_of_matrix(
 @triton.jit
 def _add_block(acc, x, fetched, GROUP: tl.constexpr, ZEROS: tl.constexpr, MXFP4: tl.constexpr):
     """acc (4 float32) plus the products of a tile and a block; x is 4 int32 of pairs for each quarter."""
-    x0, x1, x2, x3 = x
     first, second, scale, more_scale, zero, more_zero = fetched
     if MXFP4:
         values = _factors(scale[0])
@@ -226,26 +255,33 @@ def _add_block(acc, x, fetched, GROUP: tl.constexpr, ZEROS: tl.constexpr, MXFP4:
         values = _addends(zero, ZEROS)
         more_values = _addends(more_zero, ZEROS)
     nothing = tl.zeros(scale[0].shape, tl.float32)
-    low = (nothing, nothing, nothing, nothing)
-    high = low
+    total = (nothing, nothing, nothing, nothing)
+    high = total  # of the second group of 64
     if GROUP == _QUARTER:
-        low = acc
-    for u in tl.static_range(4):
+        total = acc
+    for u in tl.static_range(0, 4, 2):
         a = _numbers(first[u], values, MXFP4)
         b = _numbers(second[u], more_values, MXFP4)
+        c = _numbers(first[u + 1], values, MXFP4)
+        d = _numbers(second[u + 1], more_values, MXFP4)
         if GROUP == _QUARTER and not MXFP4:
             a = _all_times(a, scale)
             b = _all_times(b, more_scale)
-        # Two sums, because each product waits for the one before it in its sum.
-        low = multiply_bf16((a[0], b[0], a[1], b[1]), (x0[u], x1[u]), low)
-        high = multiply_bf16((a[2], b[2], a[3], b[3]), (x2[u], x3[u]), high)
-    if GROUP != 2 * _QUARTER:
-        low = (low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3])
+            c = _all_times(c, scale)
+            d = _all_times(d, more_scale)
+        # Two words of a quarter lie next to each other in registers, as the instruction wants them of x.
+        for quarter in tl.static_range(4):
+            numbers = (a[quarter], b[quarter], c[quarter], d[quarter])
+            pair = (x[quarter][u], x[quarter][u + 1])
+            if GROUP == 2 * _QUARTER and quarter >= 2:
+                high = multiply_bf16(numbers, pair, high)
+            else:
+                total = multiply_bf16(numbers, pair, total)
     if GROUP == _QUARTER:
-        return low
+        return total
     s = scale[0].to(tl.float32)
     t = more_scale[0].to(tl.float32)
-    acc = (acc[0] + low[0] * s, acc[1] + low[1] * s, acc[2] + low[2] * t, acc[3] + low[3] * t)
+    acc = (acc[0] + total[0] * s, acc[1] + total[1] * s, acc[2] + total[2] * t, acc[3] + total[3] * t)
     if GROUP == 2 * _QUARTER:
         s = scale[2].to(tl.float32)
         t = more_scale[2].to(tl.float32)
@@ -290,8 +326,13 @@ def _add_step(
     weight,
     rows,
     first_block,
-    K: tl.constexpr,
+    matrix,
+    next_block,
+    FETCH: tl.constexpr,
     WHOLE: tl.constexpr,
+    N: tl.constexpr,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
     MXFP4: tl.constexpr,
@@ -300,28 +341,42 @@ def _add_step(
     HALVES: tl.constexpr,
     UNROLL: tl.constexpr,
     WARPS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
-    """The sums plus the products of what `fetch_step` loaded.
+    """The sums plus the products of what `fetch_step` loaded; and the next step, if it is to FETCH one.
 
     Args:
         rows: of each row tile int64 of each lane: its 16 bytes of the first block of row l // 4.
         first_block: as of `fetch_step`.
+        matrix, next_block: of the next step.
         WHOLE: all of the step's blocks are there; else inputs from K on count as zeros.
     """
+    PARTS: tl.constexpr = TILES * HALVES
     lane = tl.arange(0, 32 * WARPS) % 32
+    ahead = ()
+    if FETCH and not IN_PLACE:
+        ahead = fetch_step(matrix, next_block, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS)
     for u in tl.static_range(UNROLL):
-        block = first_block + u * WARPS
+        x = ()
         for row_tile in tl.static_range(ROW_TILES):
-            x = _load_quarters(rows[row_tile], block, lane, K, WHOLE)
+            quarters = _load_quarters(rows[row_tile], first_block + u * WARPS, lane, K, WHOLE)
+            x = x + (quarters,)  # noqa: RUF005
+        for part in tl.static_range(PARTS):
+            fetched = weight[u * PARTS + part]
             new = ()
-            for place in tl.static_range(ROW_TILES * TILES * HALVES):
-                if place // (TILES * HALVES) == row_tile:
-                    fetched = weight[u * TILES * HALVES + place % (TILES * HALVES)]
-                    new = new + (_add_block(acc[place], x, fetched, GROUP, ZEROS, MXFP4),)  # noqa: RUF005
+            for place in tl.static_range(ROW_TILES * PARTS):
+                if place % PARTS == part:
+                    total = _add_block(acc[place], x[place // PARTS], fetched, GROUP, ZEROS, MXFP4)
+                    new = new + (total,)  # noqa: RUF005
                 else:
                     new = new + (acc[place],)  # noqa: RUF005
             acc = new
-    return acc
+            if FETCH and IN_PLACE:
+                fetched = _fetch_part(
+                    matrix, next_block, u * PARTS + part, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, WARPS
+                )
+                ahead = ahead + (fetched,)  # noqa: RUF005
+    return acc, ahead if FETCH else weight
 
 
 @triton.jit
@@ -343,12 +398,15 @@ def add_steps(
     UNROLL: tl.constexpr,
     WARPS: tl.constexpr,
     FOLLOWED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
-    """The sums over all inputs, and the first step of what follows; the loads are one step ahead.
+    """The sums over all inputs, and the first step of what follows; the loads are a step ahead.
 
     Args:
         weight: the matrix's first step.
         following: the next matrix, if FOLLOWED.
+        IN_PLACE: a part of the next step is loaded when that part of this one is multiplied, into the same
+            registers: fewer instructions, where many warps hide what memory takes. Else a whole step ahead.
     """
     BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     STEPS: tl.constexpr = (BLOCKS + UNROLL * WARPS - 1) // (UNROLL * WARPS)
@@ -356,18 +414,12 @@ def add_steps(
     warp = tl.arange(0, 32 * WARPS) // 32
     for step in range(STEPS - 1):
         block = warp + step * (UNROLL * WARPS)
-        ahead = fetch_step(
-            matrix, block + UNROLL * WARPS, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS
-        )
-        acc = _add_step(
-            acc, weight, rows, block, K, True, GROUP, ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS
-        )
-        weight = ahead
-    ahead = weight
-    if FOLLOWED:
-        ahead = fetch_step(following, warp, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS)
+        acc, weight = _add_step(
+            acc, weight, rows, block, matrix, block + UNROLL * WARPS, True, True, N, OUT, K, GROUP, ZEROS,
+            MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, IN_PLACE,
+        )  # fmt: skip
     block = warp + (STEPS - 1) * (UNROLL * WARPS)
-    acc = _add_step(
-        acc, weight, rows, block, K, WHOLE, GROUP, ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS
-    )
-    return acc, ahead
+    return _add_step(
+        acc, weight, rows, block, following, warp, FOLLOWED, WHOLE, N, OUT, K, GROUP, ZEROS, MXFP4, ROW_TILES,
+        TILES, HALVES, UNROLL, WARPS, IN_PLACE,
+    )  # fmt: skip

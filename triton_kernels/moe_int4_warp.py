@@ -42,6 +42,8 @@ from triton_kernels.warp_tiles import ROWS, TILE, place_in_tile, sum_of_warps
 
 TILE_ROWS = 2 * ROWS
 """Pairs of a program."""
+FEW_PAIRS = 4
+"""Up to so many an expert, on average, nearly all have rows for one instruction only."""
 _TILE = tl.constexpr(TILE)
 _ROWS = tl.constexpr(ROWS)
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
@@ -64,19 +66,22 @@ class Int4WarpsConfig(NamedTuple):
     down: ExpertsWarpConfig
 
 
-def default_sorted_config(weight: PackedExperts, gated: bool) -> ExpertsWarpConfig:
+def default_sorted_config(weight: PackedExperts, num_pairs: int, gated: bool) -> ExpertsWarpConfig:
     """The configuration of sorted pairs if none is given; measured on an H200."""
+    num_experts = weight.packed.shape[0]
+    if weight.is_mxfp4 and num_pairs <= FEW_PAIRS * num_experts:
+        return ExpertsWarpConfig(1, 1, 1 if gated else 2, 20, 96)
     if weight.is_mxfp4:
         return ExpertsWarpConfig(1 if gated else 2, 1, 1, 16, 128)
     if weight.group < BLOCK:
         return ExpertsWarpConfig(1, 1, 1, 8)  # not measured; with more, ptxas takes a minute
-    return ExpertsWarpConfig(1, 1, 2, 8) if gated else ExpertsWarpConfig(1, 1, 2, 12, 168)
+    return ExpertsWarpConfig(1, 1, 1, 16, 128) if gated else ExpertsWarpConfig(1, 1, 2, 12, 168)
 
 
 def default_pairs_config(expert_width: int) -> Int4WarpsConfig:
     """The configuration of separate pairs if none is given; measured on an H200."""
-    up = ExpertsWarpConfig(1, 2, 2) if expert_width > 2048 else ExpertsWarpConfig(1, 4, 1)
-    return Int4WarpsConfig(up, ExpertsWarpConfig(1, 8, 1))
+    steps = ceil_div(expert_width, 8 * BLOCK)
+    return Int4WarpsConfig(ExpertsWarpConfig(1, 4, 1), ExpertsWarpConfig(1, 8, min(3, steps)))
 
 
 def suits_warps(x: Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
@@ -144,7 +149,7 @@ def _multiply_tile(
         rows_of_x = rows_of_x + (address,)  # noqa: RUF005 (no unpacking in kernels)
     acc, ahead = add_steps(
         no_sums(ROW_TILES, TILES, HALVES, WARPS), weight, rows_of_x, matrix, following, N * HALVES, N, K,
-        GROUP, HAS_ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, True,
+        GROUP, HAS_ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, True, True,
     )  # fmt: skip
     outputs, rows = place_in_tile()
     for row_tile in tl.static_range(ROW_TILES):
@@ -249,7 +254,7 @@ def _pairs_up_int4_kernel(
         row = x_ptr.to(tl.int64) + token.to(tl.int64) * x_stride * 2 + lane % 4 * 16
         acc, weight = add_steps(
             no_sums(1, TILES, 2, WARPS), weight, (row,), matrix, matrix, 2 * F, F, K, GROUP, HAS_ZEROS, MXFP4,
-            1, TILES, 2, UNROLL, WARPS, False,
+            1, TILES, 2, UNROLL, WARPS, False, True,
         )  # fmt: skip
         outputs, rows = place_in_tile()
         for tile in tl.static_range(TILES):
@@ -315,7 +320,7 @@ def _pairs_down_int4_kernel(
             following = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, expert, start, N, F, GROUP, MXFP4, WARPS)
             sums, weight = add_steps(
                 no_sums(1, TILES, 1, WARPS), weight, (row + slot * (F * 2),), matrix, following, N, N, F,
-                GROUP, HAS_ZEROS, MXFP4, 1, TILES, 1, UNROLL, WARPS, True,
+                GROUP, HAS_ZEROS, MXFP4, 1, TILES, 1, UNROLL, WARPS, True, True,
             )  # fmt: skip
             matrix = following
             mass = _chosen(masses, slot, TOP_K)
@@ -373,7 +378,7 @@ def multiply_experts_warp(
     num_experts, _, outputs, _ = weight.packed.shape
     results = outputs // 2 if gated else outputs
     num_pairs = routing.order.shape[0]
-    config = config or default_sorted_config(weight, gated)
+    config = config or default_sorted_config(weight, num_pairs, gated)
     y = torch.empty((num_pairs, results), dtype=x.dtype, device=x.device)
     tiles = min(config.tiles, results // TILE)
     programs = _most_tiles(num_pairs, num_experts, TILE_ROWS) * ceil_div(results, tiles * TILE)

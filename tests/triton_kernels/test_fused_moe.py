@@ -18,7 +18,7 @@ from triton_kernels.fused_moe import (
     fused_moe,
     fused_moe_reference,
     fused_moe_triton,
-    pairs_that_divide,
+    pairs_that_suit,
 )
 from triton_kernels.gpu import ELSEWHERE
 from triton_kernels.moe_gate import Gate, GateKind, gate_reference
@@ -302,9 +302,10 @@ def test_it_compiles_with_a_symbolic_number_of_tokens(device):
 def test_tiles_of_a_tuned_entry_divide_another_models_width():
     tuned = PairsConfig()
     assert tuned.up_block_k == 512
-    assert pairs_that_divide(tuned, 2048) == tuned
-    assert pairs_that_divide(tuned, 2816) == tuned._replace(up_block_n=2, up_block_k=256, up_ahead=3)
-    assert pairs_that_divide(tuned, 2880) == tuned  # 256 does not divide it either
-    assert pairs_that_divide(tuned, 256) == tuned  # one tile of 256
+    assert pairs_that_suit(tuned, 2048) == tuned._replace(up_block_k=256)
+    assert pairs_that_suit(tuned, 4096) == tuned
+    assert pairs_that_suit(tuned, 2816) == tuned._replace(up_block_n=2, up_block_k=256, up_ahead=3)
+    assert pairs_that_suit(tuned, 2880) == tuned  # 256 does not divide it either
+    assert pairs_that_suit(tuned, 256) == tuned._replace(up_block_k=256)
     measured = tuned._replace(up_block_n=1, up_block_k=1024)
-    assert pairs_that_divide(measured, 2816) == measured
+    assert pairs_that_suit(measured, 2816) == measured
