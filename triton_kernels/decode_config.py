@@ -171,7 +171,7 @@ def warps_share(
     if head_dim == 512:  # Gemma 4 26B
         return SharedUnits(DecodeConfig(16, 64, MAX_SPLITS, 4, 4, 6, 6, 6), TIERS)
     if head_dim == 64 and group == 8:  # gpt-oss 20B
-        return SharedUnits(DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6), TIERS)
+        return SharedUnits(DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6), FEW_TIERS)
     return None
 
 

@@ -179,9 +179,10 @@ def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) ->
 def pairs_that_suit(config: PairsConfig, width: int) -> PairsConfig:
     """The default first product's tiles, or others if those suit the model's width better.
 
-    Masked loads cost more than narrower tiles: 33.4 instead of 26.0 us for Gemma 4 26B on an H200. Up to 2,048
-    inputs, narrower tiles take fewer registers, so that all programs are there at once: a layer of
-    Qwen3.5-35B-A3B takes 48.8 instead of 54.1 us. Tiles that differ from the default's were measured, and stay.
+    Masked loads cost more than narrower tiles: 33.4 instead of 26.0 us for Gemma 4 26B on an H200. Up to
+    2,048 inputs, narrower tiles take fewer registers, so that all programs are there at once: a layer of
+    Qwen3.5-35B-A3B takes 48.8 instead of 54.1 us. Tiles that differ from the default's were measured, and
+    stay.
     """
     is_default = config[:3] == _PAIRS[:3]
     if not is_default or width % 256:

@@ -245,7 +245,27 @@ def lanes_of_matrix(
 
 
 @triton.jit
-def _add_block(acc, x, fetched, GROUP: tl.constexpr, ZEROS: tl.constexpr, MXFP4: tl.constexpr):
+def _two_outputs(word, other, of_group, GROUP: tl.constexpr, MXFP4: tl.constexpr):
+    """The numbers of a lane's two outputs: of each quarter of a block a pair of inputs."""
+    values, more_values, scale, more_scale = of_group
+    a = _numbers(word, values, MXFP4)
+    b = _numbers(other, more_values, MXFP4)
+    if GROUP == _QUARTER and not MXFP4:
+        a = _all_times(a, scale)
+        b = _all_times(b, more_scale)
+    return a, b
+
+
+@triton.jit
+def _add_block(
+    acc,
+    x,
+    fetched,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MXFP4: tl.constexpr,
+    CROWDED: tl.constexpr,
+):
     """acc (4 float32) plus the products of a tile and a block; x is 4 int32 of pairs for each quarter."""
     first, second, scale, more_scale, zero, more_zero = fetched
     if MXFP4:
@@ -254,34 +274,37 @@ def _add_block(acc, x, fetched, GROUP: tl.constexpr, ZEROS: tl.constexpr, MXFP4:
     else:
         values = _addends(zero, ZEROS)
         more_values = _addends(more_zero, ZEROS)
+    of_group = (values, more_values, scale, more_scale)
     nothing = tl.zeros(scale[0].shape, tl.float32)
-    total = (nothing, nothing, nothing, nothing)
-    high = total  # of the second group of 64
+    low = (nothing, nothing, nothing, nothing)
+    high = low
     if GROUP == _QUARTER:
-        total = acc
-    for u in tl.static_range(0, 4, 2):
-        a = _numbers(first[u], values, MXFP4)
-        b = _numbers(second[u], more_values, MXFP4)
-        c = _numbers(first[u + 1], values, MXFP4)
-        d = _numbers(second[u + 1], more_values, MXFP4)
-        if GROUP == _QUARTER and not MXFP4:
-            a = _all_times(a, scale)
-            b = _all_times(b, more_scale)
-            c = _all_times(c, scale)
-            d = _all_times(d, more_scale)
+        low = acc
+    if CROWDED:
         # Two words of a quarter lie next to each other in registers, as the instruction wants them of x.
-        for quarter in tl.static_range(4):
-            numbers = (a[quarter], b[quarter], c[quarter], d[quarter])
-            pair = (x[quarter][u], x[quarter][u + 1])
-            if GROUP == 2 * _QUARTER and quarter >= 2:
-                high = multiply_bf16(numbers, pair, high)
-            else:
-                total = multiply_bf16(numbers, pair, total)
+        for u in tl.static_range(0, 4, 2):
+            a, b = _two_outputs(first[u], second[u], of_group, GROUP, MXFP4)
+            c, d = _two_outputs(first[u + 1], second[u + 1], of_group, GROUP, MXFP4)
+            for quarter in tl.static_range(4):
+                numbers = (a[quarter], b[quarter], c[quarter], d[quarter])
+                pair = (x[quarter][u], x[quarter][u + 1])
+                if GROUP == 2 * _QUARTER and quarter >= 2:
+                    high = multiply_bf16(numbers, pair, high)
+                else:
+                    low = multiply_bf16(numbers, pair, low)
+    else:
+        # Two sums, because each product waits for the one before it in its sum.
+        for u in tl.static_range(4):
+            a, b = _two_outputs(first[u], second[u], of_group, GROUP, MXFP4)
+            low = multiply_bf16((a[0], b[0], a[1], b[1]), (x[0][u], x[1][u]), low)
+            high = multiply_bf16((a[2], b[2], a[3], b[3]), (x[2][u], x[3][u]), high)
+        if GROUP != 2 * _QUARTER:
+            low = (low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3])
     if GROUP == _QUARTER:
-        return total
+        return low
     s = scale[0].to(tl.float32)
     t = more_scale[0].to(tl.float32)
-    acc = (acc[0] + total[0] * s, acc[1] + total[1] * s, acc[2] + total[2] * t, acc[3] + total[3] * t)
+    acc = (acc[0] + low[0] * s, acc[1] + low[1] * s, acc[2] + low[2] * t, acc[3] + low[3] * t)
     if GROUP == 2 * _QUARTER:
         s = scale[2].to(tl.float32)
         t = more_scale[2].to(tl.float32)
@@ -341,7 +364,7 @@ def _add_step(
     HALVES: tl.constexpr,
     UNROLL: tl.constexpr,
     WARPS: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    CROWDED: tl.constexpr,
 ):
     """The sums plus the products of what `fetch_step` loaded; and the next step, if it is to FETCH one.
 
@@ -354,7 +377,7 @@ def _add_step(
     PARTS: tl.constexpr = TILES * HALVES
     lane = tl.arange(0, 32 * WARPS) % 32
     ahead = ()
-    if FETCH and not IN_PLACE:
+    if FETCH and not CROWDED:
         ahead = fetch_step(matrix, next_block, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS)
     for u in tl.static_range(UNROLL):
         x = ()
@@ -366,12 +389,12 @@ def _add_step(
             new = ()
             for place in tl.static_range(ROW_TILES * PARTS):
                 if place % PARTS == part:
-                    total = _add_block(acc[place], x[place // PARTS], fetched, GROUP, ZEROS, MXFP4)
+                    total = _add_block(acc[place], x[place // PARTS], fetched, GROUP, ZEROS, MXFP4, CROWDED)
                     new = new + (total,)  # noqa: RUF005
                 else:
                     new = new + (acc[place],)  # noqa: RUF005
             acc = new
-            if FETCH and IN_PLACE:
+            if FETCH and CROWDED:
                 fetched = _fetch_part(
                     matrix, next_block, u * PARTS + part, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, WARPS
                 )
@@ -398,15 +421,16 @@ def add_steps(
     UNROLL: tl.constexpr,
     WARPS: tl.constexpr,
     FOLLOWED: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    CROWDED: tl.constexpr,
 ):
     """The sums over all inputs, and the first step of what follows; the loads are a step ahead.
 
     Args:
         weight: the matrix's first step.
         following: the next matrix, if FOLLOWED.
-        IN_PLACE: a part of the next step is loaded when that part of this one is multiplied, into the same
-            registers: fewer instructions, where many warps hide what memory takes. Else a whole step ahead.
+        CROWDED: many warps share a multiprocessor, so instructions count, not what one of them waits for:
+            each sum is one chain, and a part of the next step is loaded when that part of this one is
+            multiplied, into the same registers. Else two chains, and the next step is loaded first.
     """
     BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     STEPS: tl.constexpr = (BLOCKS + UNROLL * WARPS - 1) // (UNROLL * WARPS)
@@ -416,10 +440,10 @@ def add_steps(
         block = warp + step * (UNROLL * WARPS)
         acc, weight = _add_step(
             acc, weight, rows, block, matrix, block + UNROLL * WARPS, True, True, N, OUT, K, GROUP, ZEROS,
-            MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, IN_PLACE,
+            MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, CROWDED,
         )  # fmt: skip
     block = warp + (STEPS - 1) * (UNROLL * WARPS)
     return _add_step(
         acc, weight, rows, block, following, warp, FOLLOWED, WHOLE, N, OUT, K, GROUP, ZEROS, MXFP4, ROW_TILES,
-        TILES, HALVES, UNROLL, WARPS, IN_PLACE,
+        TILES, HALVES, UNROLL, WARPS, CROWDED,
     )  # fmt: skip
