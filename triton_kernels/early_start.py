@@ -1,6 +1,6 @@
 """Programmatic dependent launch: kernels that may start while the previous kernel still runs.
 
-A kernel of EARLY_KERNELS computes its load addresses from a number that it passes through
+A kernel of EARLY_KERNELS computes its load addresses, or masks, from a number that it passes through
 `after_predecessor`. So its programs may start while the previous kernel ends, and still see all its stores.
 The launch decides: without the launch attribute (in a CUDA graph: the edge) the instructions change nothing.
 

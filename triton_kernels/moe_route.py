@@ -11,13 +11,13 @@ T tokens, E experts, P = T * top_k pairs. NaN logits count as -inf; a token all 
 padding token, say) goes to no expert: its pairs carry expert E and are not in `order`, which then ends
 earlier. 1 <= top_k <= E <= 1024.
 
-Two launches, without atomics and host syncs: the grids depend on T alone. Up to FEW_TOKENS tokens, a warp
+Two launches, without atomics and host syncs: the grids depend on T alone. Up to FEW_PAIRS pairs, a warp
 picks the experts of a token, and a pair's place is the number of pairs that come before it, each compared
-with each. Both kernels start early. With more tokens, it is a counting sort: each block of tokens picks its
+with each. Both kernels start early. With more pairs, it is a counting sort: each block of tokens picks its
 experts, numbers each expert's pairs and writes a histogram. Then each block sums the histograms before its
 own and writes its pairs to their places.
 
-Cost: T * E logits read, 16 bytes a pair; P^2 comparisons for few tokens, else (T / BLOCK_T)^2 * E * 4 bytes
+Cost: T * E logits read, 16 bytes a pair; P^2 comparisons for few pairs, else (T / BLOCK_T)^2 * E * 4 bytes
 of histograms from L2.
 """
 
@@ -35,7 +35,7 @@ from torch import Tensor
 from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 
-FEW_TOKENS = 512
+FEW_PAIRS = 4096
 _BLOCK_T = 32
 _PLACES = 16
 """Pairs of a program that places them, and experts whose ends it counts."""
@@ -111,7 +111,6 @@ def _pick_experts_kernel(
     EARLY: tl.constexpr,
 ):
     ids = tl.arange(0, BLOCK_E)
-    scales = tl.load(scales_ptr + ids, ids < E, other=0.0).to(tl.float32) if SCALES else 1.0
     token = between_kernels(tl.program_id(0), EARLY).to(tl.int64)
     keys = load_keys(logits_ptr + token * logits_stride, ids, E)
     top = key_logits(tl.max(keys, 0))
@@ -123,7 +122,9 @@ def _pick_experts_kernel(
         slots = tl.where(ids == expert, slot, slots)
     chosen = slots < TOP_K
     total = tl.sum(tl.where(chosen, mass, 0.0) if RENORMALIZE else mass, 0)
-    weights = mass / tl.where(somewhere, total, 1.0) * scales
+    weights = mass / tl.where(somewhere, total, 1.0)
+    if SCALES:
+        weights *= tl.load(scales_ptr + ids, ids < E, other=0.0).to(tl.float32)
     tl.store(experts_ptr + token * TOP_K + slots, tl.where(somewhere, ids, E), chosen)
     tl.store(weights_ptr + token * TOP_K + slots, weights, chosen)
 
@@ -260,7 +261,7 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool, scales: Tensor |
 
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     routing = Routing(ints(num_tokens, top_k), weights, ints(num_pairs), ints(num_experts))
-    if num_tokens > FEW_TOKENS:
+    if num_pairs > FEW_PAIRS:
         _route_many(logits, renormalize, scales, routing)
         return routing
     early = can_start_early(logits.device)
@@ -293,7 +294,7 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool, scales: Tensor |
 
 
 def _route_many(logits: Tensor, renormalize: bool, scales: Tensor | None, routing: Routing) -> None:
-    """Fill the routing of many tokens."""
+    """Fill the routing of many pairs."""
     num_tokens, num_experts = logits.shape
     num_pairs, top_k = len(routing.order), routing.experts.shape[1]
     block_e = expert_lanes(num_experts)

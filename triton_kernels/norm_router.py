@@ -290,7 +290,7 @@ def router_logits(
     """Logits, float32 [T, E], of normalised rows y [T, M].
 
     router [E, M], slot_mapping int32 [T], -1 = padding, bias [E], added to the logits. Beyond ROUTER_ROWS
-    rows, and on CPUs, the logits are rounded to y's dtype unless in_float32.
+    rows, and on CPUs, the logits are rounded to y's dtype first unless in_float32.
     """
     if y.device.type == "cuda" and 1 <= y.shape[0] <= ROUTER_ROWS:
         return router_logits_triton(y, router, slot_mapping, bias)

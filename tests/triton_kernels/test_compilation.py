@@ -111,7 +111,6 @@ LOAD_EARLY = {
     "_rms_norm_fp8_kernel": "its weight",
     "_rms_norm_kernel": "its weight",
     "_rope_store_kernel": "the step's positions and slots, a table and weights",
-    "_pick_experts_kernel": "scales of experts",
 }
 """What kernels load before they wait, as early_start.py allows it."""
 SPILLS = {"_paged_prefill_hopper_kernel": 256, "_fp8_tiled_kernel": 256}

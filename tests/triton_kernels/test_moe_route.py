@@ -39,7 +39,7 @@ def test_kernels_equal_the_reference(tokens, experts, top_k, renormalize, ties, 
         logits[logits == 2] = float("nan")
         logits[seed % tokens] = float("-inf")
     logits = logits.to(device)
-    with patch.object(moe_route, "FEW_TOKENS", moe_route.FEW_TOKENS if few else 0):
+    with patch.object(moe_route, "FEW_PAIRS", moe_route.FEW_PAIRS if few else 0):
         routing = route_triton(logits, top_k, renormalize)
     chosen, weights = top_k_reference(logits, top_k, renormalize)
     assert torch.equal(routing.experts, chosen)

@@ -10,6 +10,7 @@ from triton_kernels.norm_router import (
     add_rms_norm_router,
     add_rms_norm_router_reference,
     add_rms_norm_router_triton,
+    router_logits,
 )
 
 EPS = 1e-5
@@ -87,3 +88,20 @@ def test_any_number_of_rows_at_a_models_width(tokens):
     )
     for got, expected in ((y, exact[0]), (stream, exact[1]), (logits, exact[2])):
         torch.testing.assert_close(got.double(), expected, atol=3e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_ops_are_what_they_tell_torch_compile(tokens, in_float32):
+    x, residual, weight, router = inputs(tokens, 24, 6, "cpu", torch.bfloat16)
+    where = slots(tokens, "cpu")
+    for op, arguments in (
+        (router_logits, (x, router, where, None, in_float32)),
+        (add_rms_norm_router, (x, residual, weight, EPS, router, where, None, in_float32)),
+    ):
+        torch.library.opcheck(op, arguments)
+    logits = router_logits(x, router, where, None, in_float32)
+    expected = x.float() @ router.float().T
+    expected[where < 0] = float("-inf")
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, atol=1e-6 if in_float32 else 1e-2, rtol=1e-2)
