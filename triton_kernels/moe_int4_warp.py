@@ -42,8 +42,8 @@ from triton_kernels.warp_tiles import ROWS, TILE, place_in_tile, sum_of_warps
 
 TILE_ROWS = 2 * ROWS
 """Pairs of a program."""
-FEW_PAIRS = 4
-"""Up to so many an expert, on average, nearly all have rows for one instruction only."""
+FEW_ROWS = 4
+"""Of an expert, on average: nearly all then have rows for one instruction only."""
 _TILE = tl.constexpr(TILE)
 _ROWS = tl.constexpr(ROWS)
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
@@ -69,7 +69,7 @@ class Int4WarpsConfig(NamedTuple):
 def default_sorted_config(weight: PackedExperts, num_pairs: int, gated: bool) -> ExpertsWarpConfig:
     """The configuration of sorted pairs if none is given; measured on an H200."""
     num_experts = weight.packed.shape[0]
-    if weight.is_mxfp4 and num_pairs <= FEW_PAIRS * num_experts:
+    if weight.is_mxfp4 and num_pairs <= FEW_ROWS * num_experts:
         return ExpertsWarpConfig(1, 1, 1 if gated else 2, 20, 96)
     if weight.is_mxfp4:
         return ExpertsWarpConfig(1 if gated else 2, 1, 1, 16, 128)

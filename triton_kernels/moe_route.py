@@ -36,6 +36,7 @@ from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 
 FEW_PAIRS = 4096
+"""Up to here each pair is compared with each."""
 _BLOCK_T = 32
 _PLACES = 16
 """Pairs of a program that places them, and experts whose ends it counts."""
