@@ -126,9 +126,11 @@ def default_decode_config(
     share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
     if is_fp8 and element_size == 2:
         share *= 2
+    # Where few rows share a unit among warps, more rows have enough units for longer ones.
+    split_tokens = 256 if shared is not None and next_power_of_2(head_dim) == 64 else 128
     config = DecodeConfig(
         block_n,
-        split_tokens=128,
+        split_tokens,
         max_splits=MAX_SPLITS,
         num_warps=num_warps,
         num_stages=4,

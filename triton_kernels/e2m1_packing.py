@@ -10,7 +10,15 @@ of an input to where bfloat16 has its sign, two bits of its exponent and one of 
      64 + c              5   14, 13, 12 of word c^1  rotated left by 10 with that word, as 32 bits
      96 + c             11   4, 3 and 10             shifted left by 4, the last one right by 4
 
-N outputs, K inputs.
+Scales are int32 [..., K / 128, N], the four of a block in a word, each where bfloat16 has its exponent:
+
+    inputs 0 to 31 and 64 to 95     bits 14 to 7 and 30 to 23
+    32 to 63 and 96 to 127          the same bits of the word rotated left by 8
+
+They are larger by SCALE_OFFSET than stored, so such a bfloat16 is 2^(s - 65). The words of outputs n and
+n + 8 of a tile of 16 are neighbours, as a warp wants them; those behind the last whole tile keep their order.
+
+N outputs, K inputs, G = K / 32.
 """
 
 # A constexpr is a plain value inside of a kernel.
@@ -24,6 +32,11 @@ from triton import knobs
 
 from triton_kernels.int4_packing import QUARTER, pack_int4, unpack_int4
 
+SCALE_OFFSET = 62
+"""What is added to scales, at most 192, so that numbers of e2m1 that are 2^126 too small do not overflow."""
+SCALE_TILE = 16
+"""Outputs among which words of scales are out of order."""
+_SCALE_OFFSET = tl.constexpr(SCALE_OFFSET)
 _QUARTER = tl.constexpr(QUARTER)
 _INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
@@ -55,6 +68,59 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 def _of_the_other_word(words: Tensor) -> Tensor:
     """The same with neighbours exchanged."""
     return words.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """Scales s of 2^(s - 127), uint8 [N, G], at most 192, G a multiple of 4 -> int32 [G / 4, N]."""
+    a, b, c, d = (scales.long() + SCALE_OFFSET).unflatten(-1, (-1, 4)).unbind(-1)
+    words = a << 7 | c << 23 | b >> 1 | (b & 1) << 31 | d >> 1 << 16 | (d & 1) << 15
+    return _in_tiles(words.t(), 2, SCALE_TILE // 2).to(torch.int32)
+
+
+def unpack_scales(words: Tensor) -> Tensor:
+    """The inverse of pack_scales: int32 [G / 4, N] -> uint8 [N, G]."""
+    bits = _in_tiles(words, SCALE_TILE // 2, 2).t().long() & 0xFFFFFFFF
+    rotated = bits << 8 | bits >> 24
+    four = torch.stack([bits >> 7, rotated >> 7, bits >> 23, rotated >> 23], -1) & 255
+    return (four - SCALE_OFFSET).to(torch.uint8).flatten(-2)
+
+
+def _in_tiles(words: Tensor, rows: int, columns: int) -> Tensor:
+    """words [..., N] with each whole tile, as a matrix [rows, columns], transposed."""
+    whole = words.shape[-1] // SCALE_TILE * SCALE_TILE
+    tiles = words[..., :whole].unflatten(-1, (-1, rows, columns)).transpose(-1, -2).flatten(-3)
+    return torch.cat([tiles, words[..., whole:]], -1)
+
+
+@triton.jit
+def place_of_scale(outputs, N: tl.constexpr):
+    """Where the scale of each output is."""
+    place = (outputs & -16) | ((outputs & 7) << 1) | ((outputs >> 3) & 1)
+    if N % 16 == 0:
+        return place
+    else:
+        return tl.where(outputs < N // 16 * 16, place, outputs)
+
+
+@triton.jit
+def scales_as_bf16(words):
+    """2^(s - 65) of a word's scales, two bfloat16 in int32 each: of the first and third quarter of a block
+    (the first in the low bits), and of the second and fourth."""
+    bits = words.to(tl.uint32, bitcast=True)
+    rotated = ((bits << 8) | (bits >> 24)).to(tl.int32, bitcast=True)
+    return words & 0x7F807F80, rotated & 0x7F807F80
+
+
+@triton.jit
+def scales_as_f32(words):
+    """2^(s - 127) of each of a word's four scales."""
+    first, second = scales_as_bf16(words)
+    return _f32(first << 16), _f32(second << 16), _f32(first & 0x7F800000), _f32(second & 0x7F800000)
+
+
+@triton.jit
+def _f32(exponents):
+    return (exponents - (_SCALE_OFFSET << 23)).to(tl.float32, bitcast=True)
 
 
 E2M1_PAIRS = tl.constexpr(

@@ -22,7 +22,8 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_all_reduce_kernel": None,
     "_choose_kernel": None,
     "_enter_mixture_kernel": None,
-    "_experts_warp_kernel": None,
+    "_experts_down_warp_kernel": "_experts_up_warp_kernel",
+    "_experts_up_warp_kernel": None,
     "_fp8_linear_kernel": None,
     "_fp8_split_linear_kernel": None,
     "_fp8_tiled_kernel": None,
@@ -50,6 +51,7 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_router_kernel": None,
     "_silu_mul_kernel": None,
     "_split_linear_kernel": None,
+    "_sum_slots_kernel": None,
     "_sum_splits_kernel": None,
     "_tiled_linear_kernel": None,
 }
@@ -143,8 +145,14 @@ def let_next_start(values, EARLY: tl.constexpr):
         return values
 
 
-# The next two are only for kernels that torch.compile does not see: it would believe that they write all
+# The next three are only for kernels that torch.compile does not see: it would believe that they write all
 # their tensors.
+
+
+@triton.jit
+def after_predecessor_here(number, EARLY: tl.constexpr):
+    """`after_predecessor`, and inline assembly that is not pure stays on its side of it."""
+    return _behind(_WAIT, number, EARLY, PURE=False)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ N outputs of a matrix, K inputs. HALVES is 2 for a gate and an up matrix that li
 import triton
 import triton.language as tl
 
-from triton_kernels.e2m1_packing import E2M1_PAIRS
+from triton_kernels.e2m1_packing import E2M1_PAIRS, scales_as_bf16
 from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, QUARTER
 from triton_kernels.warp_tiles import TILE, load_rows, load_rows_inside, load_weights, multiply_bf16
 
@@ -55,7 +55,7 @@ def _numbers(words, values, MXFP4: tl.constexpr):
     """Two words -> the two inputs of each quarter of a block, bfloat16 in int32.
 
     Args:
-        values: of each quarter what is added to whole numbers, twice; of e2m1 two scales each of `_factors`.
+        values: of each quarter what is added to whole numbers, twice; of e2m1 its `scales_as_bf16`.
     """
     if MXFP4:
         return tl.inline_asm_elementwise(
@@ -126,25 +126,30 @@ def _addends(zeros, HAS_ZEROS: tl.constexpr):
 
 
 @triton.jit
-def _factors(scales):
-    """2^(s - 65) of the four bytes of MXFP4's scales: two bfloat16 in int32 each, of the first and third
-    quarter and of the second and fourth."""
-    exponents = scales + 0x3E3E3E3E
-    return (exponents << 7) & 0x7F807F80, (exponents >> 1) & 0x7F807F80
-
-
-@triton.jit
 def unscaled(sums, MXFP4: tl.constexpr):
     """The sums without the factor of MXFP4's numbers."""
     return sums * 18446744073709551616.0 if MXFP4 else sums
 
 
 @triton.jit
-def _group_values(pointers, block, N, GROUP: tl.constexpr, MXFP4: tl.constexpr):
-    """Scales or zero points of one output in the quarters of a block; MXFP4's are all in the first."""
-    row = block if MXFP4 else block * (_BLOCK // GROUP)
+def _two_words(pointers):
+    """Two int32 next to each other, at each multiple of 8 bytes."""
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,l",
+        [pointers.to(tl.int64)],
+        dtype=(tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _group_values(pointers, block, N, GROUP: tl.constexpr):
+    """Scales or zero points of one output in the quarters of a block."""
+    row = block * (_BLOCK // GROUP)
     first = tl.load(pointers + row * N)
-    if GROUP == _BLOCK or MXFP4:
+    if GROUP == _BLOCK:
         return first, first, first, first
     elif GROUP == 2 * _QUARTER:
         third = tl.load(pointers + (row + 1) * N)
@@ -160,13 +165,18 @@ def _fetch(w_address, scales, zeros, block, N, GROUP: tl.constexpr, ZEROS: tl.co
     start = w_address + block.to(tl.int64) * (N * _BLOCK_BYTES)
     first = load_weights(start)
     second = load_weights(start + 8 * _BLOCK_BYTES)
-    scale = _group_values(scales, block, N, GROUP, MXFP4)
-    more_scale = _group_values(scales + 8, block, N, GROUP, MXFP4)
+    if MXFP4:
+        a, b = _two_words(scales + block * N)
+        scale = (a, a, a, a)
+        more_scale = (b, b, b, b)
+    else:
+        scale = _group_values(scales, block, N, GROUP)
+        more_scale = _group_values(scales + 8, block, N, GROUP)
     zero = scale
     more_zero = more_scale
     if ZEROS:
-        zero = _group_values(zeros, block, N, GROUP, MXFP4)
-        more_zero = _group_values(zeros + 8, block, N, GROUP, MXFP4)
+        zero = _group_values(zeros, block, N, GROUP)
+        more_zero = _group_values(zeros + 8, block, N, GROUP)
     return first, second, scale, more_scale, zero, more_zero
 
 
@@ -233,13 +243,15 @@ def lanes_of_matrix(
 
     Args:
         expert: which of several matrices [N, K].
-        start: the first output of the first tile.
+        start: the first output of the first tile; of all threads or of each.
+        WARPS: of the program.
     """
     BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     lane = tl.arange(0, 32 * WARPS) % 32
     first = tl.cast(expert, tl.int64) * (BLOCKS * N)
     output = start + lane // 4
-    of_values = first * (1 if MXFP4 else _BLOCK // GROUP) + output
+    # MXFP4's scales of a lane's two outputs are neighbours.
+    of_values = first + start + lane // 4 * 2 if MXFP4 else first * (_BLOCK // GROUP) + output
     w_address = w_ptr.to(tl.int64) + (first + output) * _BLOCK_BYTES + lane % 4 * 16
     return w_address, scale_ptr + of_values, zero_ptr + of_values
 
@@ -269,8 +281,8 @@ def _add_block(
     """acc (4 float32) plus the products of a tile and a block; x is 4 int32 of pairs for each quarter."""
     first, second, scale, more_scale, zero, more_zero = fetched
     if MXFP4:
-        values = _factors(scale[0])
-        more_values = _factors(more_scale[0])
+        values = scales_as_bf16(scale[0])
+        more_values = scales_as_bf16(more_scale[0])
     else:
         values = _addends(zero, ZEROS)
         more_values = _addends(more_zero, ZEROS)
@@ -335,7 +347,7 @@ def _load_quarters(address, block, lane, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def no_sums(ROW_TILES: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr):
-    """Zeros for `add_steps`: of each row tile, tile and half 4 float32."""
+    """Zeros for `add_steps`: of each row tile, tile and half 4 float32. WARPS: of the program."""
     nothing = tl.zeros([32 * WARPS], tl.float32)
     acc = ()
     for _ in tl.static_range(ROW_TILES * TILES * HALVES):
@@ -365,6 +377,7 @@ def _add_step(
     UNROLL: tl.constexpr,
     WARPS: tl.constexpr,
     CROWDED: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """The sums plus the products of what `fetch_step` loaded; and the next step, if it is to FETCH one.
 
@@ -375,7 +388,7 @@ def _add_step(
         WHOLE: all of the step's blocks are there; else inputs from K on count as zeros.
     """
     PARTS: tl.constexpr = TILES * HALVES
-    lane = tl.arange(0, 32 * WARPS) % 32
+    lane = tl.arange(0, 32 * WARPS * BESIDE) % 32
     ahead = ()
     if FETCH and not CROWDED:
         ahead = fetch_step(matrix, next_block, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS)
@@ -422,6 +435,7 @@ def add_steps(
     WARPS: tl.constexpr,
     FOLLOWED: tl.constexpr,
     CROWDED: tl.constexpr,
+    BESIDE: tl.constexpr = 1,
 ):
     """The sums over all inputs, and the first step of what follows; the loads are a step ahead.
 
@@ -431,19 +445,20 @@ def add_steps(
         CROWDED: many warps share a multiprocessor, so instructions count, not what one of them waits for:
             each sum is one chain, and a part of the next step is loaded when that part of this one is
             multiplied, into the same registers. Else two chains, and the next step is loaded first.
+        BESIDE: how many times WARPS warps the program has, which multiply other outputs.
     """
     BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     STEPS: tl.constexpr = (BLOCKS + UNROLL * WARPS - 1) // (UNROLL * WARPS)
     WHOLE: tl.constexpr = K % (_BLOCK * UNROLL * WARPS) == 0
-    warp = tl.arange(0, 32 * WARPS) // 32
+    warp = tl.arange(0, 32 * WARPS * BESIDE) // 32 % WARPS
     for step in range(STEPS - 1):
         block = warp + step * (UNROLL * WARPS)
         acc, weight = _add_step(
             acc, weight, rows, block, matrix, block + UNROLL * WARPS, True, True, N, OUT, K, GROUP, ZEROS,
-            MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, CROWDED,
+            MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, CROWDED, BESIDE,
         )  # fmt: skip
     block = warp + (STEPS - 1) * (UNROLL * WARPS)
     return _add_step(
         acc, weight, rows, block, following, warp, FOLLOWED, WHOLE, N, OUT, K, GROUP, ZEROS, MXFP4, ROW_TILES,
-        TILES, HALVES, UNROLL, WARPS, CROWDED,
+        TILES, HALVES, UNROLL, WARPS, CROWDED, BESIDE,
     )  # fmt: skip

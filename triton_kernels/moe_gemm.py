@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.gpu import Gpu
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
@@ -229,15 +230,17 @@ def _sum_slots_kernel(
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    token = between_kernels(tl.program_id(0), EARLY).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N], tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
         routed = tl.load(experts_ptr + pair) < E
-        mask = (columns < M) & routed
-        acc += tl.load(partial_ptr + pair * M + columns, mask, other=0.0).to(tl.float32)
+        # Loaded even if nobody wrote it, so that this does not wait for what says so.
+        y = tl.load(partial_ptr + pair * M + columns, columns < M, other=0.0)
+        acc += tl.where(routed, y.to(tl.float32), 0.0)
     if SHARED:
         # Padding has no experts either, and may hold anything.
         somewhere = tl.load(experts_ptr + token * TOP_K) < E
@@ -358,6 +361,7 @@ def sum_slots_triton(
         top_k,
         shared is not None,
         block_n,
+        can_start_early(partial.device),
         num_warps=4,
     )
     return out

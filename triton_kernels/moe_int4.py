@@ -5,7 +5,8 @@
 Weights are whole numbers in groups of 32, 64 or 128 inputs with a scale and perhaps a zero point
 (quantize_int4.py), or MXFP4 (mxfp4.py), and stay so in memory. Both products may have biases. T tokens,
 E experts, M model width, F expert width; routing as in moe_route.py. What the first product yields is rounded
-to x's dtype. moe_int4_warp.py has the products of few bfloat16 rows an expert, moe_int4_gemm.py all others.
+to x's dtype. Rows of bfloat16: moe_int4_pairs.py has mixtures of up to four tokens, moe_int4_warp.py the
+products of few rows an expert; moe_int4_gemm.py has all others.
 
 Cost: 1.5 * M * F bytes for every expert hit, and as many numbers to make of them; 6 * T * top_k * M * F FLOP.
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triton_kernels.e2m1_packing import unpack_e2m1
+from triton_kernels.e2m1_packing import unpack_e2m1, unpack_scales
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div
@@ -27,9 +28,10 @@ from triton_kernels.moe_int4_gemm import (
     int4_gemm_that_fits,
     multiply_experts_int4,
 )
-from triton_kernels.moe_int4_warp import int4_pairs, multiply_experts_warp, suits_warps
+from triton_kernels.moe_int4_pairs import int4_pairs
+from triton_kernels.moe_int4_warp import multiply_experts_warp, suits_warps
 from triton_kernels.moe_route import route_triton, top_k_reference
-from triton_kernels.mxfp4 import dequantize_mxfp4_codes, unpack_mxfp4_scales
+from triton_kernels.mxfp4 import dequantize_mxfp4_codes
 from triton_kernels.quantize_int4 import GROUPS, Int4Weight, dequantize_int4_reference
 from triton_kernels.tuning import tuned
 
@@ -67,7 +69,7 @@ def dequantized_expert(weight: PackedExperts, expert: int, width: int, dtype: to
     """One expert's matrix as numbers of `dtype`, [N, width], in plain torch."""
     packed, scales = weight.packed[expert], weight.scales[expert]
     if weight.is_mxfp4:
-        numbers = dequantize_mxfp4_codes(unpack_e2m1(packed), unpack_mxfp4_scales(scales), dtype)
+        numbers = dequantize_mxfp4_codes(unpack_e2m1(packed), unpack_scales(scales), dtype)
     else:
         zeros = None if weight.zeros is None else weight.zeros[expert]
         numbers = dequantize_int4_reference(Int4Weight(packed, scales, zeros), dtype)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels.e2m1_packing import e2m1_quarters
+from triton_kernels.e2m1_packing import e2m1_quarters, place_of_scale, scales_as_f32
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_packing import (
     BLOCK,
@@ -62,7 +62,7 @@ class PackedExperts(NamedTuple):
     packed: Tensor  # uint8 [E, ceil(K / 128), N, 64]
     scales: Tensor
     """[E, ceil(K / 128) * 128 / group, N] of any floating type; of MXFP4, whose groups have 32 inputs, int32
-    [E, ceil(K / 128), N]: as mxfp4.pack_mxfp4_scales makes them, one for each quarter of a block."""
+    [E, ceil(K / 128), N], as e2m1_packing.pack_scales makes them."""
     zeros: Tensor | None = None  # like scales, as Int4Weight's
     bias: Tensor | None = None  # [E, N]
 
@@ -93,12 +93,6 @@ def int4_gemm_that_fits(config: Int4GemmConfig, gpu: Gpu, *, gated: bool) -> Int
 
 
 @triton.jit
-def _e8m0(scales):
-    """Powers of two of the lowest bytes."""
-    return ((scales & 255) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _product(numbers, x, acc):
     return tl.dot(numbers, x.T, acc, input_precision="ieee")
 
@@ -111,7 +105,7 @@ def _added(acc, words, x, values, GROUP: tl.constexpr, MXFP4: tl.constexpr):
     s0, s1, s2, s3, z0, z1, z2, z3 = values
     if MXFP4:
         w0, w1, w2, w3 = e2m1_quarters(words, dtype)
-        s0, s1, s2, s3 = _e8m0(s0), _e8m0(s0 >> 8), _e8m0(s0 >> 16), _e8m0(s0 >> 24)
+        s0, s1, s2, s3 = scales_as_f32(s0)
     else:
         w0, w1, w2, w3 = int4_quarters(words, z0, z1, z2, z3, dtype)
     none = tl.zeros_like(acc)
@@ -125,6 +119,11 @@ def _added(acc, words, x, values, GROUP: tl.constexpr, MXFP4: tl.constexpr):
         return acc + _product(w3, x3, _product(w2, x2, half)) * s0.to(tl.float32)
     acc += half * s0.to(tl.float32)
     return acc + _product(w3, x3, _product(w2, x2, none)) * s2.to(tl.float32)
+
+
+@triton.jit
+def _place_of_scale(outputs, N: tl.constexpr, MXFP4: tl.constexpr):
+    return place_of_scale(outputs, N) if MXFP4 else outputs
 
 
 @triton.jit
@@ -204,12 +203,14 @@ def _experts_int4_kernel(
             w_ptrs = weight + places
         VALUES: tl.constexpr = _BLOCK if MXFP4 else GROUP  # MXFP4's scales of a block are one word
         of_expert = expert.to(tl.int64) * (BLOCKS * _BLOCK // VALUES * OUTPUTS)
-        scales = scale_ptr + of_expert + there_columns
+        scales = scale_ptr + of_expert + _place_of_scale(there_columns, OUTPUTS, MXFP4)
         zeros = zero_ptr + of_expert + there_columns
         values = block_values(scales, zeros, 0, OUTPUTS, dtype, VALUES, HAS_ZEROS)
         up_values = values
+        up_scales = scales
         if GATED:
-            up_values = block_values(scales + N, zeros + N, 0, OUTPUTS, dtype, VALUES, HAS_ZEROS)
+            up_scales = scale_ptr + of_expert + _place_of_scale(there_columns + N, OUTPUTS, MXFP4)
+            up_values = block_values(up_scales, zeros + N, 0, OUTPUTS, dtype, VALUES, HAS_ZEROS)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for block in range(0, BLOCKS):
@@ -228,7 +229,7 @@ def _experts_int4_kernel(
                     words = weight.load([(first + block) * OUTPUTS + N + n * BLOCK_N, 0])
                 else:
                     words = tl.load(w_ptrs + (block * OUTPUTS + N) * _QUARTER)
-                next_values = block_values(scales + N, zeros + N, ahead, OUTPUTS, dtype, VALUES, HAS_ZEROS)
+                next_values = block_values(up_scales, zeros + N, ahead, OUTPUTS, dtype, VALUES, HAS_ZEROS)
                 up = _added(up, words, x, up_values, GROUP, MXFP4)
                 up_values = next_values
         if HAS_BIAS:

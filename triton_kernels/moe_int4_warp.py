@@ -1,19 +1,14 @@
 """A mixture of 4-bit experts over few rows of bfloat16 an expert: warps, not shared memory.
 
     multiply_experts_warp:  as moe_int4_gemm.multiply_experts_int4, over pairs sorted by expert
-    int4_pairs:             the whole mixture for one to a few tokens, each pair separately: no sort, two
-                            launches, as moe_pairs.py
 
 P pairs, E experts, N outputs of a matrix (gated: 2 * N), K inputs; N is a multiple of 16, x's rows lie in
 pieces of 16 bytes. int4_warp_tiles.py says how warps multiply. A tile is TILES * 16 outputs of up to 16 rows
 of one expert; the second eight rows are multiplied only if they are there. As many programs as fit the GPU
-take tiles in turn, and load the next tile's first weights while they multiply the last of one.
+take tiles in turn, and load the next tile's first weights while they multiply the last of one. The second
+product starts during the first, and its first weights are on their way before it waits.
 
-int4_pairs: each program finds the experts itself. The second launch starts during the first, and its first
-weights are on their way before it waits.
-
-Cost: N * K / 2 bytes for every expert with rows (int4_pairs: for every pair), memory bound; the tensor cores
-multiply eight rows at a time.
+Cost: N * K / 2 bytes for every expert with rows, memory bound; the tensor cores multiply eight rows at once.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
@@ -29,21 +24,29 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from triton_kernels.early_start import after_predecessor, between_kernels, can_start_early
+from triton_kernels.early_start import (
+    after_predecessor_here,
+    between_kernels,
+    can_start_early,
+    fetch_into_l2,
+)
 from triton_kernels.gpu import gpu_of
-from triton_kernels.int4_packing import BLOCK
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.int4_warp_tiles import add_steps, fetch_step, lanes_of_matrix, no_sums, unscaled
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
 from triton_kernels.moe_gemm import _most_tiles
 from triton_kernels.moe_int4_gemm import PackedExperts
-from triton_kernels.moe_route import Routing, expert_lanes, key_logits, load_keys, pick_expert
+from triton_kernels.moe_route import Routing, expert_lanes
 from triton_kernels.warp_tiles import ROWS, TILE, place_in_tile, sum_of_warps
 
 TILE_ROWS = 2 * ROWS
 """Pairs of a program."""
-FEW_ROWS = 4
-"""Of an expert, on average: nearly all then have rows for one instruction only."""
+FEW_ROWS, MANY_ROWS = 3, 12
+"""Of an expert, on average. Up to the first nearly all have rows for one instruction only; beyond the second
+many have more than one tile."""
+_BLOCK = tl.constexpr(BLOCK)
+_BLOCK_BYTES = tl.constexpr(BLOCK_BYTES)
 _TILE = tl.constexpr(TILE)
 _ROWS = tl.constexpr(ROWS)
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
@@ -57,35 +60,25 @@ class ExpertsWarpConfig(NamedTuple):
     unroll: int  # blocks of 128 inputs that a warp loads at a time
     programs: int = 0  # of a multiprocessor, which take tiles in turn; not for separate pairs
     registers: int | None = None  # of a thread at most, so that all programs fit
-
-
-class Int4WarpsConfig(NamedTuple):
-    """A launch configuration of both products."""
-
-    gate_up: ExpertsWarpConfig
-    down: ExpertsWarpConfig
+    beside: int = 1  # how many times num_warps warps a program has, which multiply other outputs
 
 
 def default_sorted_config(weight: PackedExperts, num_pairs: int, gated: bool) -> ExpertsWarpConfig:
     """The configuration of sorted pairs if none is given; measured on an H200."""
-    num_experts = weight.packed.shape[0]
-    if weight.is_mxfp4 and num_pairs <= FEW_ROWS * num_experts:
-        return ExpertsWarpConfig(1, 1, 1 if gated else 2, 20, 96)
-    if weight.is_mxfp4:
-        return ExpertsWarpConfig(1 if gated else 2, 1, 1, 16, 128)
-    if weight.group < BLOCK:
+    per_expert = num_pairs / weight.packed.shape[0]
+    if not weight.is_mxfp4 and weight.group < BLOCK:
         return ExpertsWarpConfig(1, 1, 1, 8)  # not measured; with more, ptxas takes a minute
-    return ExpertsWarpConfig(1, 1, 1, 16, 128) if gated else ExpertsWarpConfig(1, 1, 2, 12, 168)
-
-
-def default_pairs_config(expert_width: int) -> Int4WarpsConfig:
-    """The configuration of separate pairs if none is given; measured on an H200."""
-    steps = ceil_div(expert_width, 8 * BLOCK)
-    return Int4WarpsConfig(ExpertsWarpConfig(1, 4, 1), ExpertsWarpConfig(1, 8, min(3, steps)))
+    if weight.is_mxfp4 and per_expert <= FEW_ROWS:
+        return ExpertsWarpConfig(1, 1, 1 if gated else 2, 20, 96)
+    if gated:
+        return ExpertsWarpConfig(1, 1, 1, 4, 128, beside=4)
+    if weight.is_mxfp4:
+        return ExpertsWarpConfig(3 if per_expert <= MANY_ROWS else 2, 1, 1, 8, 128, beside=2)
+    return ExpertsWarpConfig(2, 1, 1, 16, 128)
 
 
 def suits_warps(x: Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
-    """Whether these kernels can compute the mixture, however many rows it has."""
+    """Whether these kernels, and moe_int4_pairs.py's, can compute the mixture, however many rows it has."""
     return (
         x.dtype == torch.bfloat16
         and all(one.is_mxfp4 or one.scales.dtype == torch.bfloat16 for one in (gate_up, down))
@@ -98,8 +91,11 @@ def suits_warps(x: Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
 
 
 @triton.jit
-def _gated(gate, up, bias, F: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr,
-           LIMIT: tl.constexpr):  # fmt: skip
+def gate_and_up(
+    gate, up, bias, F: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Both sums with their biases, those of `up` F places behind, as an activation bends them; multiplied."""
     if HAS_BIAS:
         gate += tl.load(bias).to(tl.float32)
         up += tl.load(bias + F).to(tl.float32)
@@ -107,22 +103,22 @@ def _gated(gate, up, bias, F: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.con
 
 
 @triton.jit
-def _tile(tile, starts, ends, first_tiles, tile_ends, experts, N: tl.constexpr, TILES: tl.constexpr):
+def _tile(tile, starts, ends, first_tiles, tile_ends, experts, N: tl.constexpr, WIDTH: tl.constexpr):
     """(expert, first row, end of the expert's rows, first output) of a tile; outputs change first."""
-    NUM_N: tl.constexpr = (N + TILES * _TILE - 1) // (TILES * _TILE)
+    NUM_N: tl.constexpr = (N + WIDTH - 1) // WIDTH
     place = tile // NUM_N
     expert = tl.minimum(tl.sum((tile_ends <= place).to(tl.int32), 0), experts.shape[0] - 1)
     mine = experts == expert
     row = tl.sum(tl.where(mine, starts - first_tiles * _TILE_ROWS, 0), 0) + place * _TILE_ROWS
     row_end = tl.sum(tl.where(mine, ends, 0), 0)
     # An expert's last tile may compute outputs again, to the same numbers.
-    return expert, row, row_end, tl.minimum(tile % NUM_N * (TILES * _TILE), N - TILES * _TILE)
+    return expert, row, row_end, tl.minimum(tile % NUM_N * WIDTH, N - WIDTH)
 
 
 @triton.jit
-def _rows_of_tile(order_ptr, row, row_end, TOP_K: tl.constexpr, GATED: tl.constexpr, WARPS: tl.constexpr):
+def _rows_of_tile(order_ptr, row, row_end, TOP_K: tl.constexpr, GATED: tl.constexpr, THREADS: tl.constexpr):
     """Which rows of x are each lane's: of the first and of the second eight."""
-    lane = tl.arange(0, 32 * WARPS) % 32
+    lane = tl.arange(0, THREADS) % 32
     # Rows past the expert's last row read the last row instead, which is loaded anyway.
     first = tl.maximum(tl.minimum(row + lane // 4, row_end - 1), 0)
     second = tl.maximum(tl.minimum(row + _ROWS + lane // 4, row_end - 1), 0)
@@ -133,35 +129,51 @@ def _rows_of_tile(order_ptr, row, row_end, TOP_K: tl.constexpr, GATED: tl.conste
 
 
 @triton.jit
+def first_blocks_into_l2(
+    w_ptr, expert, start, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the first COUNT blocks of WIDTH outputs of an expert's matrix [N, K] by THREADS threads."""
+    BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
+    LINES: tl.constexpr = WIDTH * _BLOCK_BYTES // 128
+    for turn in tl.static_range((COUNT * LINES + THREADS - 1) // THREADS):
+        line = turn * THREADS + tl.arange(0, THREADS)
+        block = expert * BLOCKS + tl.minimum(line // LINES, BLOCKS - 1)
+        row = block.to(tl.int64) * N + start
+        fetch_into_l2(w_ptr + row * _BLOCK_BYTES + line % LINES * 128)
+
+
+@triton.jit
 def _multiply_tile(
     weight, matrix, following, x_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr, x_stride,
     expert, row, row_end, start, read,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
     MXFP4: tl.constexpr, GATED: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     ROW_TILES: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, WARPS: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's results; returns the first step of the following one."""
     HALVES: tl.constexpr = 2 if GATED else 1
-    lane = tl.arange(0, 32 * WARPS) % 32
+    lane = tl.arange(0, 32 * WARPS * BESIDE) % 32
     rows_of_x = ()
     for row_tile in tl.static_range(ROW_TILES):
         address = x_ptr.to(tl.int64) + read[row_tile].to(tl.int64) * x_stride * 2 + lane % 4 * 16
         rows_of_x = rows_of_x + (address,)  # noqa: RUF005 (no unpacking in kernels)
     acc, ahead = add_steps(
-        no_sums(ROW_TILES, TILES, HALVES, WARPS), weight, rows_of_x, matrix, following, N * HALVES, N, K,
-        GROUP, HAS_ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, True, True,
+        no_sums(ROW_TILES, TILES, HALVES, WARPS * BESIDE), weight, rows_of_x, matrix, following, N * HALVES,
+        N, K, GROUP, HAS_ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS, True, True, BESIDE,
     )  # fmt: skip
-    outputs, rows = place_in_tile()
+    outputs, rows = place_in_tile(TILES * _TILE, BESIDE)
     for row_tile in tl.static_range(ROW_TILES):
         places = row + row_tile * _ROWS + rows
         there = places < row_end
         for tile in tl.static_range(TILES):
             columns = start + tile * _TILE + outputs
-            y = unscaled(sum_of_warps(acc[(row_tile * TILES + tile) * HALVES], WARPS), MXFP4)
+            y = unscaled(sum_of_warps(acc[(row_tile * TILES + tile) * HALVES], WARPS, BESIDE), MXFP4)
             bias = bias_ptr + expert * (N * HALVES) + columns
             if GATED:
-                up = unscaled(sum_of_warps(acc[(row_tile * TILES + tile) * HALVES + 1], WARPS), MXFP4)
-                y = _gated(y, up, bias, N, HAS_BIAS, GATE, ALPHA, LIMIT)
+                up = unscaled(sum_of_warps(acc[(row_tile * TILES + tile) * HALVES + 1], WARPS, BESIDE), MXFP4)
+                y = gate_and_up(y, up, bias, N, HAS_BIAS, GATE, ALPHA, LIMIT)
                 y_ptrs = y_ptr + places.to(tl.int64) * N + columns
             else:
                 if HAS_BIAS:
@@ -174,55 +186,60 @@ def _multiply_tile(
 
 
 @triton.jit
-def _experts_warp_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr, expert_end_ptr, x_stride,
-    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, GATED: tl.constexpr,
-    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_E: tl.constexpr, TILES: tl.constexpr,
-    UNROLL: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+def _take_tiles(
+    first, end, tile_rows, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr,
+    x_stride,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, GATED: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
-    """N: columns of the result. A gated weight has 2 * N outputs."""
+    """Multiply a program's tiles: `first` and those that follow it in steps of all programs, up to `end`.
+
+    Args:
+        tile_rows: of each expert, as `_tile` wants them: starts, ends, first tiles, tile ends and experts.
+        WAIT: for the kernel before, when the first weights are on their way.
+    """
     HALVES: tl.constexpr = 2 if GATED else 1
-    NUM_N: tl.constexpr = (N + TILES * _TILE - 1) // (TILES * _TILE)
-    program = after_predecessor(tl.program_id(0), EARLY)
-    warp = tl.arange(0, 32 * WARPS) // 32
-    experts = tl.arange(0, BLOCK_E)
-    there = (experts < E) & (program >= 0)
-    ends = tl.load(expert_end_ptr + experts, there, other=0)
-    starts = tl.load(expert_end_ptr + experts - 1, there & (experts > 0), other=0)
-    tiles = (ends - starts + _TILE_ROWS - 1) // _TILE_ROWS
-    tile_ends = tl.cumsum(tiles, 0)
-    first_tiles = tile_ends - tiles
-    num_tiles = tl.sum(tiles, 0) * NUM_N
-    if program < num_tiles:
-        expert, row, row_end, start = _tile(program, starts, ends, first_tiles, tile_ends, experts, N, TILES)
+    WIDTH: tl.constexpr = TILES * _TILE * BESIDE
+    THREADS: tl.constexpr = 32 * WARPS * BESIDE
+    starts, ends, first_tiles, tile_ends, experts = tile_rows
+    warp = tl.arange(0, THREADS) // 32 % WARPS
+    beside = tl.arange(0, THREADS) // (32 * WARPS) * (TILES * _TILE)
+    if first < end:
+        expert, row, row_end, start = _tile(first, starts, ends, first_tiles, tile_ends, experts, N, WIDTH)
         matrix = lanes_of_matrix(
-            w_ptr, scale_ptr, zero_ptr, expert, start, N * HALVES, K, GROUP, MXFP4, WARPS
+            w_ptr, scale_ptr, zero_ptr, expert, start + beside, N * HALVES, K, GROUP, MXFP4, WARPS * BESIDE
         )
         weight = fetch_step(
             matrix, warp, N * HALVES, N, K, GROUP, HAS_ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS
         )
-        read = _rows_of_tile(order_ptr, row, row_end, TOP_K, GATED, WARPS)
-        for tile in range(program, num_tiles, tl.num_programs(0)):
-            next_tile = tl.minimum(tile + tl.num_programs(0), num_tiles - 1)
+        read = _rows_of_tile(order_ptr, row, row_end, TOP_K, GATED, THREADS)
+        if WAIT:
+            # Also, ptxas leaves the loads before the prefetch where they are.
+            first_blocks_into_l2(w_ptr, expert, start, N * HALVES, K, WIDTH, 2, THREADS)
+        x_stride = after_predecessor_here(x_stride, WAIT)
+        for tile in range(first, end, tl.num_programs(0)):
+            next_tile = tl.minimum(tile + tl.num_programs(0), end - 1)
             next_expert, next_row, next_end, next_start = _tile(
-                next_tile, starts, ends, first_tiles, tile_ends, experts, N, TILES
+                next_tile, starts, ends, first_tiles, tile_ends, experts, N, WIDTH
             )
             following = lanes_of_matrix(
-                w_ptr, scale_ptr, zero_ptr, next_expert, next_start, N * HALVES, K, GROUP, MXFP4, WARPS
-            )
-            next_read = _rows_of_tile(order_ptr, next_row, next_end, TOP_K, GATED, WARPS)
+                w_ptr, scale_ptr, zero_ptr, next_expert, next_start + beside, N * HALVES, K, GROUP, MXFP4,
+                WARPS * BESIDE,
+            )  # fmt: skip
+            next_read = _rows_of_tile(order_ptr, next_row, next_end, TOP_K, GATED, THREADS)
             if row_end - row > _ROWS:
                 weight = _multiply_tile(
                     weight, matrix, following, x_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr, x_stride,
                     expert, row, row_end, start, read, N, K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4, GATED, GATE,
-                    ALPHA, LIMIT, 2, TILES, UNROLL, WARPS,
+                    ALPHA, LIMIT, 2, TILES, UNROLL, WARPS, BESIDE,
                 )  # fmt: skip
             else:
                 weight = _multiply_tile(
                     weight, matrix, following, x_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr, x_stride,
                     expert, row, row_end, start, read, N, K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4, GATED, GATE,
-                    ALPHA, LIMIT, 1, TILES, UNROLL, WARPS,
+                    ALPHA, LIMIT, 1, TILES, UNROLL, WARPS, BESIDE,
                 )  # fmt: skip
             expert, row, row_end, start = next_expert, next_row, next_end, next_start
             matrix = following
@@ -230,122 +247,76 @@ def _experts_warp_kernel(
 
 
 @triton.jit
-def _pairs_up_int4_kernel(
-    x_ptr, logits_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, hidden_ptr, x_stride, logits_stride,
-    F: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr,
+def _take_all_tiles(
+    program, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr, expert_end_ptr,
+    x_stride,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, GATED: tl.constexpr,
+    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_E: tl.constexpr, TILES: tl.constexpr,
+    UNROLL: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """What a program does. N: columns of the result; a gated weight has 2 * N outputs."""
+    WIDTH: tl.constexpr = TILES * _TILE * BESIDE
+    NUM_N: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    experts = tl.arange(0, BLOCK_E)
+    there = (experts < E) & (program >= 0)
+    ends = tl.load(expert_end_ptr + experts, there, other=0)
+    starts = tl.load(expert_end_ptr + experts - 1, there & (experts > 0), other=0)
+    tiles = (ends - starts + _TILE_ROWS - 1) // _TILE_ROWS
+    tile_ends = tl.cumsum(tiles, 0)
+    tile_rows = (starts, ends, tile_ends - tiles, tile_ends, experts)
+    end = tl.sum(tiles, 0) * NUM_N
+    whole = end
+    if TILES > 1 and N % WIDTH == 0:
+        # A last turn of few programs takes nearly as long as one of all: then it has tiles of 16 outputs.
+        rest = end % tl.num_programs(0)
+        if rest * TILES <= tl.num_programs(0):
+            whole = end - rest
+    _take_tiles(
+        program, whole, tile_rows, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr,
+        pair_weight_ptr, x_stride, N, K, TOP_K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4, GATED, GATE, ALPHA, LIMIT,
+        TILES, UNROLL, WARPS, BESIDE, WAIT,
+    )  # fmt: skip
+    if TILES > 1 and N % WIDTH == 0:
+        _take_tiles(
+            whole * TILES + program, end * TILES, tile_rows, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr,
+            y_ptr, order_ptr, pair_weight_ptr, x_stride, N, K, TOP_K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4,
+            GATED, GATE, ALPHA, LIMIT, 1, UNROLL, WARPS, BESIDE, WAIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _experts_up_warp_kernel(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr, expert_end_ptr, x_stride,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, GATE: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_E: tl.constexpr, TILES: tl.constexpr,
-    UNROLL: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+    UNROLL: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    ids = tl.arange(0, BLOCK_E)
-    lane = tl.arange(0, 32 * WARPS) % 32
-    warp = tl.arange(0, 32 * WARPS) // 32
-    slot = tl.program_id(1)
-    start = tl.minimum(tl.program_id(0) * (TILES * _TILE), F - TILES * _TILE)
-    token = between_kernels(tl.program_id(2), EARLY)
-    keys = load_keys(logits_ptr + token.to(tl.int64) * logits_stride, ids, E)
-    expert, key, keys = pick_expert(keys, ids, BLOCK_E)
-    if key_logits(key) > float("-inf"):
-        for _ in range(slot):
-            expert, key, keys = pick_expert(keys, ids, BLOCK_E)
-        matrix = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, expert, start, 2 * F, K, GROUP, MXFP4, WARPS)
-        weight = fetch_step(matrix, warp, 2 * F, F, K, GROUP, HAS_ZEROS, MXFP4, TILES, 2, UNROLL, WARPS)
-        # All eight rows of a tile are the token's.
-        row = x_ptr.to(tl.int64) + token.to(tl.int64) * x_stride * 2 + lane % 4 * 16
-        acc, weight = add_steps(
-            no_sums(1, TILES, 2, WARPS), weight, (row,), matrix, matrix, 2 * F, F, K, GROUP, HAS_ZEROS, MXFP4,
-            1, TILES, 2, UNROLL, WARPS, False, True,
-        )  # fmt: skip
-        outputs, rows = place_in_tile()
-        for tile in tl.static_range(TILES):
-            columns = start + tile * _TILE + outputs
-            gate = unscaled(sum_of_warps(acc[2 * tile], WARPS), MXFP4)
-            up = unscaled(sum_of_warps(acc[2 * tile + 1], WARPS), MXFP4)
-            y = _gated(gate, up, bias_ptr + expert * (2 * F) + columns, F, HAS_BIAS, GATE, ALPHA, LIMIT)
-            y_ptrs = hidden_ptr + (token * TOP_K + slot) * F + columns + rows * 0
-            tl.store(y_ptrs, y.to(hidden_ptr.dtype.element_ty), rows == 0)
+    program = between_kernels(tl.program_id(0), EARLY)
+    _take_all_tiles(
+        program, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr,
+        expert_end_ptr, x_stride, N, K, E, TOP_K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4, True, GATE, ALPHA, LIMIT,
+        BLOCK_E, TILES, UNROLL, WARPS, BESIDE, False,
+    )  # fmt: skip
 
 
 @triton.jit
-def _chosen(values, slot, TOP_K: tl.constexpr):
-    """values[slot]."""
-    one = values[0]
-    for other in tl.static_range(1, TOP_K):
-        one = tl.where(slot == other, values[other], one)
-    return one
-
-
-@triton.jit
-def _pairs_down_int4_kernel(
-    hidden_ptr, logits_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, logits_stride,
-    N: tl.constexpr, F: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr,
-    BLOCK_E: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr, WARPS: tl.constexpr,
-    EARLY: tl.constexpr,
+def _experts_down_warp_kernel(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr, expert_end_ptr, x_stride,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, BLOCK_E: tl.constexpr,
+    TILES: tl.constexpr, UNROLL: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    ids = tl.arange(0, BLOCK_E)
-    lane = tl.arange(0, 32 * WARPS) % 32
-    warp = tl.arange(0, 32 * WARPS) // 32
-    start = tl.minimum(tl.program_id(0) * (TILES * _TILE), N - TILES * _TILE)
-    token = tl.program_id(1)
-    # The kernel that wrote the logits has ended: the first kernel waits for it before it lets this one begin.
-    keys = load_keys(logits_ptr + token.to(tl.int64) * logits_stride, ids, E)
-    top = key_logits(tl.max(keys, 0))
-    somewhere = top > float("-inf")
-    all_masses = tl.where(ids < E, tl.exp(key_logits(keys) - top), 0.0)
-    total = 0.0 if RENORMALIZE else tl.sum(all_masses, 0)
-    experts = ()
-    masses = ()
-    for _ in tl.static_range(TOP_K):
-        expert, key, keys = pick_expert(keys, ids, BLOCK_E)
-        mass = tl.exp(key_logits(key) - top)
-        if RENORMALIZE:
-            total += mass
-        experts = experts + (expert,)  # noqa: RUF005
-        masses = masses + (mass,)  # noqa: RUF005
-    outputs, rows = place_in_tile()
-    # As many zeros as a tile's sums.
-    out = ()
-    for _ in tl.static_range(TILES):
-        out = out + ((rows + outputs).to(tl.float32) * 0.0,)  # noqa: RUF005
-    # A token without experts loads some, too, and does not use them.
-    matrix = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, experts[0], start, N, F, GROUP, MXFP4, WARPS)
-    weight = fetch_step(matrix, warp, N, N, F, GROUP, HAS_ZEROS, MXFP4, TILES, 1, UNROLL, WARPS)
-    token = after_predecessor(token, EARLY)
-    if somewhere:
-        row = hidden_ptr.to(tl.int64) + token.to(tl.int64) * (TOP_K * F * 2) + lane % 4 * 16
-        acc = no_sums(1, TILES, 1, WARPS)
-        for slot in range(TOP_K):
-            expert = _chosen(experts, tl.minimum(slot + 1, TOP_K - 1), TOP_K)
-            following = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, expert, start, N, F, GROUP, MXFP4, WARPS)
-            sums, weight = add_steps(
-                no_sums(1, TILES, 1, WARPS), weight, (row + slot * (F * 2),), matrix, following, N, N, F,
-                GROUP, HAS_ZEROS, MXFP4, 1, TILES, 1, UNROLL, WARPS, True, True,
-            )  # fmt: skip
-            matrix = following
-            mass = _chosen(masses, slot, TOP_K)
-            new = ()
-            for tile in tl.static_range(TILES):
-                a = acc[tile]
-                b = sums[tile]
-                new = new + (  # noqa: RUF005
-                    (a[0] + mass * b[0], a[1] + mass * b[1], a[2] + mass * b[2], a[3] + mass * b[3]),
-                )
-            acc = new
-        out = ()
-        for tile in tl.static_range(TILES):
-            y = unscaled(sum_of_warps(acc[tile], WARPS), MXFP4)
-            if HAS_BIAS:
-                for slot in tl.static_range(TOP_K):
-                    bias = tl.load(bias_ptr + experts[slot] * N + start + tile * _TILE + outputs)
-                    y += masses[slot] * bias.to(tl.float32)
-            out = out + (y / total,)  # noqa: RUF005
-    for tile in tl.static_range(TILES):
-        y_ptrs = out_ptr + token.to(tl.int64) * N + start + tile * _TILE + outputs + rows * 0
-        tl.store(y_ptrs, out[tile].to(out_ptr.dtype.element_ty), rows == 0)
+    # The kernel that sorted the pairs has ended: the first product waits for it, then lets this one begin.
+    _take_all_tiles(
+        tl.program_id(0), x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr,
+        expert_end_ptr, x_stride, N, K, E, TOP_K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4, False, 0, 0.0, 0.0,
+        BLOCK_E, TILES, UNROLL, WARPS, BESIDE, EARLY,
+    )  # fmt: skip
 
 
-def _kind(weight: PackedExperts) -> dict[str, Any]:
+def kind_of(weight: PackedExperts) -> dict[str, Any]:
     """What kernels are compiled for of a weight's kind."""
     return {
         "GROUP": weight.group,
@@ -355,7 +326,7 @@ def _kind(weight: PackedExperts) -> dict[str, Any]:
     }
 
 
-def _tensors(weight: PackedExperts, instead: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tensors_of(weight: PackedExperts, instead: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What kernels read of a weight, `instead` for a bias that is not there."""
     return (
         weight.packed,
@@ -381,11 +352,14 @@ def multiply_experts_warp(
     config = config or default_sorted_config(weight, num_pairs, gated)
     y = torch.empty((num_pairs, results), dtype=x.dtype, device=x.device)
     tiles = min(config.tiles, results // TILE)
-    programs = _most_tiles(num_pairs, num_experts, TILE_ROWS) * ceil_div(results, tiles * TILE)
+    beside = config.beside if results >= tiles * TILE * config.beside else 1
+    programs = _most_tiles(num_pairs, num_experts, TILE_ROWS) * ceil_div(results, tiles * TILE * beside)
     programs = min(programs, config.programs * gpu_of(x.device).multiprocessors)
-    _experts_warp_kernel[(programs,)](
+    of_gate = {"GATE": int(gate.kind), "ALPHA": gate.alpha, "LIMIT": gate.limit} if gated else {}
+    kernel = _experts_up_warp_kernel if gated else _experts_down_warp_kernel
+    kernel[(programs,)](
         x,
-        *_tensors(weight, x),
+        *tensors_of(weight, x),
         y,
         routing.order,
         routing.weights,
@@ -395,76 +369,15 @@ def multiply_experts_warp(
         K=x.shape[1],
         E=num_experts,
         TOP_K=routing.experts.shape[1],
-        **_kind(weight),
-        GATED=gated,
-        GATE=int(gate.kind),
-        ALPHA=gate.alpha,
-        LIMIT=gate.limit,
+        **kind_of(weight),
+        **of_gate,
         BLOCK_E=expert_lanes(num_experts),
         TILES=tiles,
         UNROLL=config.unroll,
         WARPS=config.num_warps,
+        BESIDE=beside,
         EARLY=can_start_early(x.device),
-        num_warps=config.num_warps,
+        num_warps=config.num_warps * beside,
         maxnreg=config.registers,
     )
     return y
-
-
-def int4_pairs(
-    x: Tensor,
-    logits: Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    top_k: int,
-    renormalize: bool,
-    gate: Gate = SILU,
-    config: Int4WarpsConfig | None = None,
-) -> Tensor:
-    """The whole mixture, [T, M] of x [T, M], logits [T, E]; see `suits_warps`."""
-    num_tokens, width = x.shape
-    num_experts, _, double, _ = gate_up.packed.shape
-    half = double // 2
-    config = config or default_pairs_config(half)
-    hidden = torch.empty((num_tokens * top_k, half), dtype=x.dtype, device=x.device)
-    out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    early = can_start_early(x.device)
-    up_tiles, down_tiles = min(config.gate_up.tiles, half // TILE), min(config.down.tiles, width // TILE)
-    shared = {"E": num_experts, "TOP_K": top_k, "BLOCK_E": expert_lanes(num_experts), "EARLY": early}
-    _pairs_up_int4_kernel[(ceil_div(half, up_tiles * TILE), top_k, num_tokens)](
-        x,
-        logits,
-        *_tensors(gate_up, x),
-        hidden,
-        x.stride(0),
-        logits.stride(0),
-        F=half,
-        K=width,
-        **_kind(gate_up),
-        GATE=int(gate.kind),
-        ALPHA=gate.alpha,
-        LIMIT=gate.limit,
-        TILES=up_tiles,
-        UNROLL=config.gate_up.unroll,
-        WARPS=config.gate_up.num_warps,
-        **shared,
-        num_warps=config.gate_up.num_warps,
-    )
-    _pairs_down_int4_kernel[(ceil_div(width, down_tiles * TILE), num_tokens)](
-        hidden,
-        logits,
-        *_tensors(down, x),
-        out,
-        logits.stride(0),
-        N=width,
-        F=half,
-        RENORMALIZE=renormalize,
-        **_kind(down),
-        TILES=down_tiles,
-        UNROLL=config.down.unroll,
-        WARPS=config.down.num_warps,
-        **shared,
-        num_warps=config.down.num_warps,
-        launch_pdl=early,
-    )
-    return out

@@ -42,19 +42,6 @@ def mxfp4_scales(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return powers.masked_fill(scales == 255, torch.nan)
 
 
-def pack_mxfp4_scales(scales: Tensor) -> Tensor:
-    """Scales uint8 [N, G] -> int32 [G / 4, N]: the four of 128 numbers in a word, the first in its low byte.
-
-    G is a multiple of 4.
-    """
-    return scales.flatten().view(torch.int32).view(scales.shape[0], -1).t().contiguous()
-
-
-def unpack_mxfp4_scales(words: Tensor) -> Tensor:
-    """The inverse of pack_mxfp4_scales."""
-    return words.t().flatten().view(torch.uint8).view(words.shape[1], -1)
-
-
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers of stored blocks: uint8 [..., G, 16] and uint8 [..., G] -> [..., 32 * G] of `dtype`.
 

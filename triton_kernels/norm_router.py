@@ -9,9 +9,9 @@ T tokens, M model width, E experts. Float32 inside, `round` being that to x's dt
 kernels leave the logits in float32. Rows of x and of the residual may be strided, M is any, T may be 0.
 
 Up to FEW_LOGITS logits it is one launch: each program normalises a whole row, which is cheap, and multiplies
-it with two rows of the router, which it loads before the previous kernel has ended. Up to ROUTER_ROWS rows a
-norm comes first, then a product whose programs have 16 tokens and 8 experts, and sum over parts of m apart.
-Beyond, add_rms_norm, linear and a mask run one after the other.
+it with one to four rows of the router, which it loads before the previous kernel has ended. Up to ROUTER_ROWS
+rows a norm comes first, then a product whose programs have 16 tokens and 8 experts, and sum over parts of m
+apart. Beyond, add_rms_norm, linear and a mask run one after the other.
 
 Cost: E * M elements of the router, 4 * T * M elements besides; in two launches, each part of the router once
 for 16 rows, and each row once for 8 experts, from L2.
@@ -41,9 +41,10 @@ from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, add_rm
 
 FEW_LOGITS = 2048
 """T * E; measured on an H200 with 32 to 272 experts."""
+MANY_LOGITS = 1024
+"""Beyond, four experts share a program's norm instead of two; measured with 32 experts."""
 ROUTER_ROWS = 512
 """Beyond, torch's product serves the router."""
-_BLOCK_E = 2
 _NUM_WARPS = 4
 _ROWS, _EXPERTS, _BLOCK_M, _SPLITS = 16, 8, 512, 4
 
@@ -206,7 +207,12 @@ def _launch_together(
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     new_residual = torch.empty_like(y)
     logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
-    _norm_router_kernel[(ceil_div(num_experts, _BLOCK_E), num_rows)](
+    # Experts share a program's norm, unless the GPU has room for a program for each logit.
+    num_logits = num_rows * num_experts
+    block_e = 2 if num_logits <= MANY_LOGITS else 4
+    if num_logits <= gpu_of(x.device).multiprocessors:
+        block_e = 1
+    _norm_router_kernel[(ceil_div(num_experts, block_e), num_rows)](
         x,
         residual,
         weight,
@@ -223,7 +229,7 @@ def _launch_together(
         eps,
         bias is not None,
         next_power_of_2(width),
-        _BLOCK_E,
+        block_e,
         can_start_early(x.device),
         num_warps=_NUM_WARPS,
     )

@@ -80,15 +80,20 @@ def multiply_bf16(a, b, c):
 
 
 @triton.jit
-def sum_of_warps(c, WARPS: tl.constexpr):
-    """The sums of all warps' tiles (4 float32 each): [32 lanes, 2 rows, 2 outputs]."""
+def sum_of_warps(c, WARPS: tl.constexpr, BESIDE: tl.constexpr = 1):
+    """The sums of WARPS warps' tiles (4 float32 each): [32 lanes, 2 rows, 2 outputs]; BESIDE of them."""
     sums = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))
-    return tl.sum(tl.reshape(sums, [WARPS, 32, 2, 2]), 0)
+    if WARPS == 1:
+        return sums
+    return tl.reshape(tl.sum(tl.reshape(sums, [BESIDE, WARPS, 32, 2, 2]), 1), [BESIDE * 32, 2, 2])
 
 
 @triton.jit
-def place_in_tile():
-    """Of what sum_of_warps returns: (outputs, rows), which broadcast to [32, 2, 2]."""
-    lanes = tl.arange(0, 32)[:, None, None]
-    outputs = lanes // 4 + 8 * tl.arange(0, 2)[None, None, :]
+def place_in_tile(STRIDE: tl.constexpr = 0, BESIDE: tl.constexpr = 1):
+    """Of what sum_of_warps returns: (outputs, rows), which broadcast to [BESIDE * 32, 2, 2].
+
+    STRIDE: from one of BESIDE to the next, in outputs.
+    """
+    lanes = tl.arange(0, 32 * BESIDE)[:, None, None]
+    outputs = lanes // 32 * STRIDE + lanes % 32 // 4 + 8 * tl.arange(0, 2)[None, None, :]
     return outputs, lanes % 4 * 2 + tl.arange(0, 2)[None, :, None]

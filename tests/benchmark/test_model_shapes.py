@@ -21,7 +21,7 @@ def test_every_shape_is_one_that_the_kernels_take() -> None:
         assert shape.heads % shape.kv_heads == 0
         assert shape.heads // shape.kv_heads <= 16
         assert bool(shape.experts) == bool(shape.expert_width) == bool(shape.experts_per_token)
-    assert len(read_model_shapes("all")) == len(TO_SERVE) == 10
+    assert len(read_model_shapes("all")) == len(TO_SERVE) == 12
 
 
 def test_four_ranks_of_70b_have_two_kv_heads_each() -> None:

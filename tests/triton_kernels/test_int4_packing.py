@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triton_kernels.e2m1_packing import pack_e2m1, unpack_e2m1
+from triton_kernels.e2m1_packing import SCALE_OFFSET, pack_e2m1, pack_scales, unpack_e2m1, unpack_scales
 from triton_kernels.int4_packing import pack_int4, unpack_int4
 
 
@@ -48,3 +48,22 @@ def test_bits_of_e2m1_are_where_its_document_says():
             holder = int(words[block, row, word ^ 1]) if first == 64 else own
             bits = [own >> sign & 1, *(holder >> place & 1 for place in others)]
             assert bits == [code >> 3 & 1, code >> 2 & 1, code >> 1 & 1, code & 1]
+
+
+@pytest.mark.parametrize("outputs", [32, 24, 5])
+def test_scales_of_e2m1_are_where_its_document_says(outputs: int) -> None:
+    rng = torch.Generator().manual_seed(3)
+    scales = torch.randint(0, 193, (outputs, 8), generator=rng).to(torch.uint8)
+    words = pack_scales(scales)
+    assert (words.shape, words.dtype) == ((2, outputs), torch.int32)
+    assert torch.equal(unpack_scales(words), scales)
+    in_order = [*range(outputs)]
+    for tile in range(outputs // 16):
+        in_order[16 * tile : 16 * tile + 16] = [16 * tile + n + half for n in range(8) for half in (0, 8)]
+    for block in range(2):
+        for place, output in enumerate(in_order):
+            word = int(words[block, place]) & 0xFFFFFFFF
+            rotated = (word << 8 | word >> 24) & 0xFFFFFFFF
+            four = [word >> 7, rotated >> 7, word >> 23, rotated >> 23]
+            stored = scales[output, 4 * block : 4 * block + 4].tolist()
+            assert [bits & 255 for bits in four] == [s + SCALE_OFFSET for s in stored]

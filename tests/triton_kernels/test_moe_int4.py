@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.triton_kernels.fp8_layer import behind
-from triton_kernels.e2m1_packing import pack_e2m1
+from triton_kernels.e2m1_packing import pack_e2m1, pack_scales
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, pack_int4
 from triton_kernels.moe_gate import SILU, Gate, GateKind
@@ -21,7 +21,7 @@ from triton_kernels.moe_int4 import (
     fused_moe_int4_reference,
     fused_moe_int4_triton,
 )
-from triton_kernels.mxfp4 import NUMBERS, pack_mxfp4_scales
+from triton_kernels.mxfp4 import NUMBERS
 
 SMALL = MoeInt4Config(Int4GemmConfig(16, 32, 4, 2, 2), Int4GemmConfig(16, 64, 4, 2, 2))
 POINTERS = MoeInt4Config(
@@ -64,7 +64,7 @@ def matrices(
         behind(packed.to(device)),
         behind(scales.to(device))
         if scales.is_floating_point()
-        else torch.stack([pack_mxfp4_scales(one.t()) for one in scales]).to(device),
+        else torch.stack([pack_scales(one.t()) for one in scales]).to(device),
         None if zeros is None else behind(zeros.to(device)),
         bias,
     )

@@ -7,13 +7,8 @@ from tests.triton_kernels.test_moe_int4 import CLAMPED, Mixture, assert_close
 from triton_kernels.moe_gate import SILU, Gate
 from triton_kernels.moe_gemm import sum_slots_triton
 from triton_kernels.moe_int4 import fused_moe_int4_triton
-from triton_kernels.moe_int4_warp import (
-    ExpertsWarpConfig,
-    Int4WarpsConfig,
-    int4_pairs,
-    multiply_experts_warp,
-    suits_warps,
-)
+from triton_kernels.moe_int4_pairs import Int4WarpsConfig, int4_pairs
+from triton_kernels.moe_int4_warp import ExpertsWarpConfig, multiply_experts_warp, suits_warps
 from triton_kernels.moe_route import route_triton
 
 CONFIGS = (
@@ -21,6 +16,11 @@ CONFIGS = (
     Int4WarpsConfig(ExpertsWarpConfig(1, 1, 2, 3), ExpertsWarpConfig(1, 8, 1, 1)),
 )
 """With tiles that the last program computes again, with more warps than blocks, with one warp."""
+SORTED_CONFIGS = (
+    Int4WarpsConfig(ExpertsWarpConfig(1, 1, 1, 1, beside=4), ExpertsWarpConfig(3, 1, 1, 1, beside=2)),
+    Int4WarpsConfig(ExpertsWarpConfig(1, 2, 1, 1, beside=2), ExpertsWarpConfig(2, 1, 1, 1)),
+)
+"""With warps beside each other, and a last turn of smaller tiles."""
 
 
 def configs(one: Mixture) -> tuple[Int4WarpsConfig | None, ...]:
@@ -73,7 +73,8 @@ def test_sorted_pairs_equal_float64(size, group, kind, gate, counts, device):
         pytest.skip("the instructions need a GPU")
     one = Mixture((*counts, *size[3:]), group, kind, device)
     expected = one.expected(gate)
-    for config in configs(one):
+    chosen = configs(one)
+    for config in (*chosen, *SORTED_CONFIGS) if len(chosen) > 1 else chosen:
         assert_close(by_warps(one, gate, config), expected)
 
 

@@ -29,6 +29,8 @@ class ModelShape(NamedTuple):
     linear_value_heads: int = 0
     """Of linear attention; 0 = no layer has it."""
     linear_head_dim: int = 0
+    gated_attention: bool = False
+    """The query projection has as many outputs again, which gate attention's."""
 
 
 TO_SERVE = (
@@ -42,6 +44,8 @@ TO_SERVE = (
     "qwen3-32b",
     "smollm2-135m",
     "mistral-7b",
+    "qwen3.5-35b-a3b",
+    "gpt-oss-20b",
 )
 """The models of the shipped tuning tables: `--model all`."""
 
@@ -124,6 +128,7 @@ def _shape(name: str, raw: dict[str, Any]) -> ModelShape:
         linear_key_heads=_first(raw, "linear_num_key_heads"),
         linear_value_heads=_first(raw, "linear_num_value_heads"),
         linear_head_dim=_first(raw, "linear_key_head_dim"),
+        gated_attention=bool(raw.get("attn_output_gate", "linear_key_head_dim" in raw)),
         expert_width=_first(raw, "moe_intermediate_size")
         or (int(raw["intermediate_size"]) if _first(raw, "num_local_experts") else 0),
     )

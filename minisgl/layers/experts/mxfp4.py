@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from minisgl.errors import ModelError
 from minisgl.layers.experts.weights import ExpertSizes
-from triton_kernels.e2m1_packing import pack_e2m1
+from triton_kernels.e2m1_packing import pack_e2m1, pack_scales
 from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_int4 import PackedExperts, fused_moe_int4
@@ -23,7 +23,6 @@ from triton_kernels.mxfp4 import (
     BLOCK_OF_SCALE,
     LARGEST_SCALE,
     mxfp4_codes,
-    pack_mxfp4_scales,
     quantize_mxfp4,
 )
 
@@ -121,7 +120,7 @@ class Mxfp4Experts(nn.Module):
         """Pack codes [out, in] and scales [out, in / 32] of one expert; what is padded is 0."""
         weight.packed[expert].copy_(pack_e2m1(F.pad(codes, (0, -codes.shape[1] % BLOCK))))
         padding = weight.scales.shape[1] * BLOCK // BLOCK_OF_SCALE - scales.shape[1]
-        weight.scales[expert].copy_(pack_mxfp4_scales(F.pad(scales, (0, padding))))
+        weight.scales[expert].copy_(pack_scales(F.pad(scales, (0, padding))))
 
     def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
         """See `ExpertWeights`; biases are 0."""

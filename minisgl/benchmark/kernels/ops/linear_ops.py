@@ -56,11 +56,20 @@ def gate_up_matrices(shape: ModelShape) -> list[Matrix]:
 
 
 def plain_matrices(shape: ModelShape) -> list[Matrix]:
-    """The matrices without a gate: qkv, attention's output, the MLP's down projection, the head."""
+    """The matrices without a gated MLP's first: qkv, attention's output, the projections of linear attention,
+    the MLP's down projection, the head."""
+    query_heads = shape.heads * (2 if shape.gated_attention else 1)
     attention = [
-        Matrix(shape.name, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
+        Matrix(shape.name, (query_heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
         Matrix(shape.name, shape.hidden, shape.heads * shape.head_dim),
     ]
+    if shape.linear_value_heads:
+        # Queries, keys, values and their gate, and of each value head a decay and a weight.
+        of_heads = 2 * (shape.linear_key_heads + shape.linear_value_heads) * shape.linear_head_dim
+        attention += [
+            Matrix(shape.name, of_heads + 2 * shape.linear_value_heads, shape.hidden),
+            Matrix(shape.name, shape.hidden, shape.linear_value_heads * shape.linear_head_dim),
+        ]
     mlp = [] if shape.experts else [Matrix(shape.name, shape.hidden, shape.intermediate)]
     return list(dict.fromkeys([*attention, *mlp, Matrix(shape.name, shape.vocab, shape.hidden)]))
 
@@ -116,6 +125,7 @@ def few_rows_candidates(matrix: Matrix, gpu: Gpu, *, gated: bool) -> list[Linear
         (8, 1024, 4, 3, 4),
         (16, 512, 2, 4, 2),
         (16, 512, 4, 4, 4),
+        (16, 1024, 4, 3, 4),
         (16, 256, 2, 4),
         (16, 256, 2, 8),
         (16, 256, 4, 4),
@@ -126,6 +136,9 @@ def few_rows_candidates(matrix: Matrix, gpu: Gpu, *, gated: bool) -> list[Linear
         (64, 64, 4, 8),
         (64, 128, 4, 4),
         (64, 128, 4, 6),
+        (64, 128, 4, 8),
+        (128, 128, 4, 4),
+        (128, 128, 8, 4),
     )
     outputs = matrix.outputs // 2 if gated else matrix.outputs
     configs = [linear_that_fits(LinearConfig(*tile), MAX_ROWS, gated, gpu) for tile in tiles]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from minisgl.benchmark.kernels.kernel_op import Case, Tuning, token_cases
 from minisgl.benchmark.kernels.kernel_timing import Problem, poison, relative_error
 from minisgl.benchmark.kernels.model_shapes import ModelShape
-from triton_kernels.e2m1_packing import pack_e2m1
+from triton_kernels.e2m1_packing import pack_e2m1, pack_scales
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_packing import BLOCK
 from triton_kernels.moe_fp8 import (
@@ -35,7 +35,7 @@ from triton_kernels.moe_int4 import (
 )
 from triton_kernels.moe_int4_gemm import Int4GemmConfig, int4_gemm_that_fits
 from triton_kernels.moe_route import top_k_reference
-from triton_kernels.mxfp4 import pack_mxfp4_scales, quantize_mxfp4
+from triton_kernels.mxfp4 import quantize_mxfp4
 from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
 from triton_kernels.quantize_int4 import quantize_weight_int4
 
@@ -43,7 +43,7 @@ KINDS = ("fp8", "fp8_blocks", "int4", "mxfp4")
 GROUP_OF_INT4 = 128
 TUNE_TOKENS = (8, 16, 64, 256, 1024, 8192)
 TUNE_TOKENS_OF_4_BITS = (256, 1024, 8192)
-"""Fewer tokens run moe_int4_warp.py, which is not tuned."""
+"""Fewer tokens run moe_int4_pairs.py and moe_int4_warp.py, which are not tuned."""
 BYTES = {"fp8": 1.0, "fp8_blocks": 1.0, "int4": 0.5 + 2 / GROUP_OF_INT4, "mxfp4": 0.5 + 1 / 32}
 """Of a weight, with its share of a scale."""
 EITHER_NUMBER = 3.0
@@ -115,7 +115,7 @@ def _mxfp4_matrices(matrices: list[Tensor]) -> PackedExperts:
     rounded = [quantize_mxfp4(F.pad(matrix, (0, missing))) for matrix in matrices]
     return PackedExperts(
         torch.stack([pack_e2m1(codes) for codes, _ in rounded]),
-        torch.stack([pack_mxfp4_scales(scales) for _, scales in rounded]),
+        torch.stack([pack_scales(scales) for _, scales in rounded]),
     )
 
 
