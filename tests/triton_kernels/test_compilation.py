@@ -97,6 +97,8 @@ KERNELS = MULTIPLYING | {
     "_delta_prepare_kernel",
     "_delta_norm_kernel",
 }
+MOST_WAITS = {"_experts_down_warp_kernel": 2}
+"""Instead of one: a program's first tile, of whichever size, is behind a wait."""
 LOAD_EARLY = {
     "_add_rms_norm_kernel": "its weight",
     "_all_reduce_kernel": "its weight",
@@ -167,7 +169,7 @@ def test_every_kernel_compiles_for_every_gpu_within_its_shared_memory_and_regist
             assert line["wgmma"] + line["tcgen05"] + line["mma"] > 0, f"no matrix instructions: {line}"
             assert line["tma"] + line["cp_async"] > 0, f"loads are not pipelined: {line}"
         if line["kernel"] in EARLY_KERNELS and compute >= 90:
-            assert line["waits"] == 1, line
+            assert 1 <= line["waits"] <= MOST_WAITS.get(line["kernel"], 1), line
         else:
             assert line["waits"] == 0, f"not named as one that may start early: {line}"
         if compute < 90:
