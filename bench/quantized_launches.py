@@ -172,7 +172,7 @@ def _int4_experts() -> Iterator[Launch]:
             bias = empty(experts, outputs) if is_mxfp4 else None
             matrices.append(moe_int4.PackedExperts(packed, empty(*shape, dtype=dtype), zeros, bias))
         gate = clamped if is_mxfp4 else SILU
-        for tokens in (4, 64) if zero_points else (4, 64, 8192):
+        for tokens in (4, 64) if zero_points else (4, 16, 64, 8192):
             x, logits = empty(tokens, width), empty(tokens, experts, dtype=F32)
             call = functools.partial(moe_int4.fused_moe_int4_triton, x, logits, *matrices, top_k, gate=gate)
             yield Launch(f"moe_int4 {kind} {tokens} tokens", call, (kind, tokens) in EVERYWHERE)

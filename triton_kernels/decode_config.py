@@ -126,8 +126,8 @@ def default_decode_config(
     share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
     if is_fp8 and element_size == 2:
         share *= 2
-    # Where few rows share a unit among warps, more rows have enough units for longer ones.
-    split_tokens = 256 if shared is not None and next_power_of_2(head_dim) == 64 else 128
+    # With eight query heads of 64 (gpt-oss), measured beyond FEW_ROWS.
+    split_tokens = 256 if (head_dim, group, element_size, is_fp8) == (64, 8, 2, False) else 128
     config = DecodeConfig(
         block_n,
         split_tokens,

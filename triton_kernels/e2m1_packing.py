@@ -10,7 +10,8 @@ of an input to where bfloat16 has its sign, two bits of its exponent and one of 
      64 + c              5   14, 13, 12 of word c^1  rotated left by 10 with that word, as 32 bits
      96 + c             11   4, 3 and 10             shifted left by 4, the last one right by 4
 
-Scales are int32 [..., K / 128, N], the four of a block in a word, each where bfloat16 has its exponent:
+A scale s stands for 2^(s - 127). Scales are int32 [..., K / 128, N], the four of a block in a word, each
+where bfloat16 has its exponent:
 
     inputs 0 to 31 and 64 to 95     bits 14 to 7 and 30 to 23
     32 to 63 and 96 to 127          the same bits of the word rotated left by 8
@@ -33,7 +34,8 @@ from triton import knobs
 from triton_kernels.int4_packing import QUARTER, pack_int4, unpack_int4
 
 SCALE_OFFSET = 62
-"""What is added to scales, at most 192, so that numbers of e2m1 that are 2^126 too small do not overflow."""
+"""What is added to scales, at most 192, which so still have 8 bits. It makes up for 2^62 of the 2^126 by
+which numbers of e2m1 are too small; the sums are multiplied by the rest."""
 SCALE_TILE = 16
 """Outputs among which words of scales are out of order."""
 _SCALE_OFFSET = tl.constexpr(SCALE_OFFSET)
@@ -71,7 +73,7 @@ def _of_the_other_word(words: Tensor) -> Tensor:
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """Scales s of 2^(s - 127), uint8 [N, G], at most 192, G a multiple of 4 -> int32 [G / 4, N]."""
+    """Scales, uint8 [N, G], at most 192 (not checked), G a multiple of 4 -> int32 [G / 4, N]."""
     a, b, c, d = (scales.long() + SCALE_OFFSET).unflatten(-1, (-1, 4)).unbind(-1)
     words = a << 7 | c << 23 | b >> 1 | (b & 1) << 31 | d >> 1 << 16 | (d & 1) << 15
     return _in_tiles(words.t(), 2, SCALE_TILE // 2).to(torch.int32)
@@ -94,7 +96,7 @@ def _in_tiles(words: Tensor, rows: int, columns: int) -> Tensor:
 
 @triton.jit
 def place_of_scale(outputs, N: tl.constexpr):
-    """Where the scale of each output is."""
+    """Where the scale of each output is; the inverse of pack_scales's order, by tiles of SCALE_TILE."""
     place = (outputs & -16) | ((outputs & 7) << 1) | ((outputs >> 3) & 1)
     if N % 16 == 0:
         return place

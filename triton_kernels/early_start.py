@@ -106,7 +106,8 @@ def start_next_and_wait(number, EARLY: tl.constexpr):
 
 @triton.jit
 def between_kernels(number, EARLY: tl.constexpr):
-    """`after_predecessor`; the next kernel may start after the wait. For kernels of few small programs."""
+    """`after_predecessor`; the next kernel may start after the wait. For kernels of few small programs, and
+    for those whose programs all run at once and are followed by a kernel that fills the GPU evenly, too."""
     return _behind(_WAIT + _START_NEXT, number, EARLY, PURE=True)
 
 

@@ -1,9 +1,9 @@
 """Products of 4-bit weights, packed as int4_packing.py says, and bfloat16 rows by warps: see warp_tiles.py.
 
-A warp takes tiles of 16 outputs, and of each a step of UNROLL blocks of 128 inputs, WARPS blocks apart: the
-warps of a program sum over different blocks. A lane's two words next to each other are its two neighbours in
-each quarter of a block. Scales of groups of 64 and 128 are applied to the sums in float32, those of groups of
-32 to the weights, which rounds them to bfloat16; powers of two (MXFP4) are exact.
+A warp takes tiles of 16 outputs, and of each a step of UNROLL blocks of 128 inputs, WARPS blocks apart: WARPS
+warps sum over different blocks of the same outputs. A lane's two words next to each other are its two
+neighbours in each quarter of a block. Scales of groups of 64 and 128 are applied to the sums in float32,
+those of groups of 32 to the weights, which rounds them to bfloat16; powers of two (MXFP4) are exact.
 
 MXFP4's numbers carry a factor of 2^-64, and so do the sums, until `unscaled` takes it out: the bits of e2m1,
 placed where bfloat16 has its own, make a number 2^126 too small, and a scale of 2^(s - 1) might be too large
@@ -133,7 +133,7 @@ def unscaled(sums, MXFP4: tl.constexpr):
 
 @triton.jit
 def _two_words(pointers):
-    """Two int32 next to each other, at each multiple of 8 bytes."""
+    """Two int32 next to each other, at pointers that are multiples of 8 bytes."""
     return tl.inline_asm_elementwise(
         "ld.global.nc.v2.b32 {$0, $1}, [$2];",
         "=r,=r,l",

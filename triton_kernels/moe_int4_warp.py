@@ -3,10 +3,11 @@
     multiply_experts_warp:  as moe_int4_gemm.multiply_experts_int4, over pairs sorted by expert
 
 P pairs, E experts, N outputs of a matrix (gated: 2 * N), K inputs; N is a multiple of 16, x's rows lie in
-pieces of 16 bytes. int4_warp_tiles.py says how warps multiply. A tile is TILES * 16 outputs of up to 16 rows
-of one expert; the second eight rows are multiplied only if they are there. As many programs as fit the GPU
-take tiles in turn, and load the next tile's first weights while they multiply the last of one. The second
-product starts during the first, and its first weights are on their way before it waits.
+pieces of 16 bytes. int4_warp_tiles.py says how warps multiply. A tile is up to 16 rows of one expert and
+TILES * 16 outputs for each of BESIDE warps; the second eight rows are multiplied only if they are there. As
+many programs as fit the GPU take tiles in turn, and load the next tile's first weights while they multiply
+the last of one. If few tiles are left for the last turn, they are cut into tiles of 16 outputs for each warp.
+The second product starts during the first, and its first weights are on their way before it waits.
 
 Cost: N * K / 2 bytes for every expert with rows, memory bound; the tensor cores multiply eight rows at once.
 """
@@ -41,10 +42,9 @@ from triton_kernels.moe_route import Routing, expert_lanes
 from triton_kernels.warp_tiles import ROWS, TILE, place_in_tile, sum_of_warps
 
 TILE_ROWS = 2 * ROWS
-"""Pairs of a program."""
-FEW_ROWS, MANY_ROWS = 3, 12
-"""Of an expert, on average. Up to the first nearly all have rows for one instruction only; beyond the second
-many have more than one tile."""
+"""Pairs of a tile, at most."""
+FEW_ROWS = 3
+"""Of an expert, on average: nearly all then have rows for one instruction only."""
 _BLOCK = tl.constexpr(BLOCK)
 _BLOCK_BYTES = tl.constexpr(BLOCK_BYTES)
 _TILE = tl.constexpr(TILE)
@@ -60,7 +60,7 @@ class ExpertsWarpConfig(NamedTuple):
     unroll: int  # blocks of 128 inputs that a warp loads at a time
     programs: int = 0  # of a multiprocessor, which take tiles in turn; not for separate pairs
     registers: int | None = None  # of a thread at most, so that all programs fit
-    beside: int = 1  # how many times num_warps warps a program has, which multiply other outputs
+    beside: int = 1  # how many times num_warps warps multiply, each other outputs; not for separate pairs
 
 
 def default_sorted_config(weight: PackedExperts, num_pairs: int, gated: bool) -> ExpertsWarpConfig:
@@ -73,7 +73,7 @@ def default_sorted_config(weight: PackedExperts, num_pairs: int, gated: bool) ->
     if gated:
         return ExpertsWarpConfig(1, 1, 1, 4, 128, beside=4)
     if weight.is_mxfp4:
-        return ExpertsWarpConfig(3 if per_expert <= MANY_ROWS else 2, 1, 1, 8, 128, beside=2)
+        return ExpertsWarpConfig(3, 1, 1, 8, 128, beside=2)
     return ExpertsWarpConfig(2, 1, 1, 16, 128)
 
 
@@ -86,6 +86,7 @@ def suits_warps(x: Tensor, gate_up: PackedExperts, down: PackedExperts) -> bool:
         and down.packed.shape[2] % TILE == 0
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
+        and all(not one.is_mxfp4 or one.scales.data_ptr() % 8 == 0 for one in (gate_up, down))
         and not knobs.runtime.interpret
     )
 
@@ -216,7 +217,8 @@ def _take_tiles(
         )
         read = _rows_of_tile(order_ptr, row, row_end, TOP_K, GATED, THREADS)
         if WAIT:
-            # Also, ptxas leaves the loads before the prefetch where they are.
+            # For the loop's first turns. And ptxas would move the loads above to behind the wait, but not to
+            # behind a prefetch.
             first_blocks_into_l2(w_ptr, expert, start, N * HALVES, K, WIDTH, 2, THREADS)
         x_stride = after_predecessor_here(x_stride, WAIT)
         for tile in range(first, end, tl.num_programs(0)):
@@ -268,7 +270,7 @@ def _take_all_tiles(
     end = tl.sum(tiles, 0) * NUM_N
     whole = end
     if TILES > 1 and N % WIDTH == 0:
-        # A last turn of few programs takes nearly as long as one of all: then it has tiles of 16 outputs.
+        # A last turn of few programs takes nearly as long as one of all, so it has smaller tiles then.
         rest = end % tl.num_programs(0)
         if rest * TILES <= tl.num_programs(0):
             whole = end - rest
@@ -283,6 +285,8 @@ def _take_all_tiles(
             y_ptr, order_ptr, pair_weight_ptr, x_stride, N, K, TOP_K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4,
             GATED, GATE, ALPHA, LIMIT, 1, UNROLL, WARPS, BESIDE, WAIT,
         )  # fmt: skip
+    # So that programs without tiles wait, too: this kernel is not to end before the one before it.
+    after_predecessor_here(program, WAIT)
 
 
 @triton.jit
@@ -309,6 +313,7 @@ def _experts_down_warp_kernel(
     TILES: tl.constexpr, UNROLL: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # The kernel that sorted the pairs has ended: the first product waits for it, then lets this one begin.
+    # There is no gate.
     _take_all_tiles(
         tl.program_id(0), x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr, pair_weight_ptr,
         expert_end_ptr, x_stride, N, K, E, TOP_K, GROUP, HAS_ZEROS, HAS_BIAS, MXFP4, False, 0, 0.0, 0.0,
@@ -354,7 +359,8 @@ def multiply_experts_warp(
     tiles = min(config.tiles, results // TILE)
     beside = config.beside if results >= tiles * TILE * config.beside else 1
     programs = _most_tiles(num_pairs, num_experts, TILE_ROWS) * ceil_div(results, tiles * TILE * beside)
-    programs = min(programs, config.programs * gpu_of(x.device).multiprocessors)
+    at_once = config.programs * config.beside // beside * gpu_of(x.device).multiprocessors
+    programs = min(programs, at_once)
     of_gate = {"GATE": int(gate.kind), "ALPHA": gate.alpha, "LIMIT": gate.limit} if gated else {}
     kernel = _experts_up_warp_kernel if gated else _experts_down_warp_kernel
     kernel[(programs,)](

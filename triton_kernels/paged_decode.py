@@ -48,7 +48,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
 _FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
 _LOG2_WEIGHT = tl.constexpr(15.0)  # of the largest weight in float16, which so has small ones, too
-_START_NEXT_SIZE = tl.constexpr(8 * 128)  # rows * K * D up to which the next kernel may start at once
+_START_NEXT_SIZE = tl.constexpr(8 * 128)
+# Rows * K * D up to which the next kernel may start at once; D rounded up to a power of two, at most 128.
 
 
 def paged_decode_reference(
@@ -221,7 +222,8 @@ def _paged_decode_kernel(
     lanes = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_N)
     # So few units leave multiprocessors free for the next kernel. With more, an early start costs time.
-    num_rows = start_next_if_few(num_rows, _START_NEXT_SIZE // (K * BLOCK_D), EARLY)
+    NEXT_D: tl.constexpr = BLOCK_D if BLOCK_D < 128 else 128
+    num_rows = start_next_if_few(num_rows, _START_NEXT_SIZE // (K * NEXT_D), EARLY)
     tier = (num_rows > TIER_ROWS_1).to(tl.int32) + (num_rows > TIER_ROWS_2).to(tl.int32)
     tier += (num_rows > TIER_ROWS_3).to(tl.int32)
     log_split = LOG_SPLIT + tier

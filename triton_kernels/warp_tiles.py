@@ -82,7 +82,7 @@ def multiply_bf16(a, b, c):
 
 @triton.jit
 def sum_of_warps(c, WARPS: tl.constexpr, BESIDE: tl.constexpr = 1):
-    """The sums of WARPS warps' tiles (4 float32 each): [32 lanes, 2 rows, 2 outputs]; BESIDE of them."""
+    """The sums of WARPS warps' tiles (4 float32 each): [BESIDE * 32 lanes, 2 rows, 2 outputs]."""
     sums = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))
     if WARPS == 1:
         return sums

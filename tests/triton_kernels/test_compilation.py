@@ -97,8 +97,8 @@ KERNELS = MULTIPLYING | {
     "_delta_prepare_kernel",
     "_delta_norm_kernel",
 }
-MOST_WAITS = {"_experts_down_warp_kernel": 2}
-"""Instead of one: a program's first tile, of whichever size, is behind a wait."""
+MOST_WAITS = {"_experts_down_warp_kernel": 3}
+"""Instead of one: a program's first tile, of whichever size, is behind a wait, and so is its end."""
 LOAD_EARLY = {
     "_add_rms_norm_kernel": "its weight",
     "_all_reduce_kernel": "its weight",

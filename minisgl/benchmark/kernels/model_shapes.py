@@ -84,8 +84,11 @@ def split_over_ranks(shape: ModelShape, ranks: int) -> ModelShape:
     """One rank's share: heads and MLP width are divided; a rank has at least one KV head.
 
     Raises:
-        ConfigError: the number of ranks does not divide the heads or the width.
+        ConfigError: the number of ranks does not divide the heads or the width, or the model has linear
+            attention, which the engine does not split.
     """
+    if shape.linear_value_heads:
+        raise ConfigError(f"{shape.name} has linear attention, which is not split over ranks")
     for name, number in (("heads", shape.heads), ("intermediate size", shape.intermediate)):
         if ranks < 1 or number % ranks:
             raise ConfigError(f"{shape.name} has {number} {name}, which {ranks} ranks can't share")

@@ -55,19 +55,23 @@ def gate_up_matrices(shape: ModelShape) -> list[Matrix]:
     return [] if shape.experts else [Matrix(shape.name, 2 * shape.intermediate, shape.hidden)]
 
 
-def plain_matrices(shape: ModelShape) -> list[Matrix]:
-    """The matrices without a gated MLP's first: qkv, attention's output, the projections of linear attention,
-    the MLP's down projection, the head."""
+def plain_matrices(shape: ModelShape, *, quantized: bool = False) -> list[Matrix]:
+    """All but an MLP's gate and up: qkv, attention's output, linear attention's projections, down, the head.
+
+    Args:
+        quantized: the gates of linear attention are not, so they are apart.
+    """
     query_heads = shape.heads * (2 if shape.gated_attention else 1)
     attention = [
         Matrix(shape.name, (query_heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
         Matrix(shape.name, shape.hidden, shape.heads * shape.head_dim),
     ]
     if shape.linear_value_heads:
-        # Queries, keys, values and their gate, and of each value head a decay and a weight.
+        # Queries, keys, values and what gates them; and of each value head a decay and a weight.
         of_heads = 2 * (shape.linear_key_heads + shape.linear_value_heads) * shape.linear_head_dim
+        gates = 0 if quantized else 2 * shape.linear_value_heads
         attention += [
-            Matrix(shape.name, of_heads + 2 * shape.linear_value_heads, shape.hidden),
+            Matrix(shape.name, of_heads + gates, shape.hidden),
             Matrix(shape.name, shape.hidden, shape.linear_value_heads * shape.linear_head_dim),
         ]
     mlp = [] if shape.experts else [Matrix(shape.name, shape.hidden, shape.intermediate)]

@@ -45,7 +45,7 @@ def _parts(gated: bool, multiple: int) -> Callable[[ModelShape], list[Matrix]]:
     """The matrices that are quantized, if kernels take their width: not the head."""
 
     def parts(shape: ModelShape) -> list[Matrix]:
-        every = gate_up_matrices(shape) if gated else plain_matrices(shape)
+        every = gate_up_matrices(shape) if gated else plain_matrices(shape, quantized=True)
         return [one for one in every if one.outputs != shape.vocab and one.width % multiple == 0]
 
     return parts
