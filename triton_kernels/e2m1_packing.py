@@ -37,7 +37,7 @@ SCALE_OFFSET = 62
 """What is added to scales, at most 192, which so still have 8 bits. It makes up for 2^62 of the 2^126 by
 which numbers of e2m1 are too small; the sums are multiplied by the rest."""
 SCALE_TILE = 16
-"""Outputs among which words of scales are out of order."""
+"""Outputs of a tile, whose words of scales are in an order of their own."""
 _SCALE_OFFSET = tl.constexpr(SCALE_OFFSET)
 _QUARTER = tl.constexpr(QUARTER)
 _INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
@@ -96,7 +96,7 @@ def _in_tiles(words: Tensor, rows: int, columns: int) -> Tensor:
 
 @triton.jit
 def place_of_scale(outputs, N: tl.constexpr):
-    """Where the scale of each output is; the inverse of pack_scales's order, by tiles of SCALE_TILE."""
+    """Where pack_scales puts the scale of each output."""
     place = (outputs & -16) | ((outputs & 7) << 1) | ((outputs >> 3) & 1)
     if N % 16 == 0:
         return place

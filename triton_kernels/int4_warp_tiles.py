@@ -445,7 +445,7 @@ def add_steps(
         CROWDED: many warps share a multiprocessor, so instructions count, not what one of them waits for:
             each sum is one chain, and a part of the next step is loaded when that part of this one is
             multiplied, into the same registers. Else two chains, and the next step is loaded first.
-        BESIDE: how many times WARPS warps the program has, which multiply other outputs.
+        BESIDE: groups of WARPS warps in the program, each of other outputs.
     """
     BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     STEPS: tl.constexpr = (BLOCKS + UNROLL * WARPS - 1) // (UNROLL * WARPS)

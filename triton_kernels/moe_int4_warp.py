@@ -4,10 +4,10 @@
 
 P pairs, E experts, N outputs of a matrix (gated: 2 * N), K inputs; N is a multiple of 16, x's rows lie in
 pieces of 16 bytes. int4_warp_tiles.py says how warps multiply. A tile is up to 16 rows of one expert and
-TILES * 16 outputs for each of BESIDE warps; the second eight rows are multiplied only if they are there. As
-many programs as fit the GPU take tiles in turn, and load the next tile's first weights while they multiply
-the last of one. If few tiles are left for the last turn, they are cut into tiles of 16 outputs for each warp.
-The second product starts during the first, and its first weights are on their way before it waits.
+TILES * 16 outputs for each of BESIDE groups of warps; the second eight rows are multiplied only if they are
+there. As many programs as fit the GPU take tiles in turn, and load the next tile's first weights while they
+multiply the last of one. If few tiles are left for the last turn, they are cut into tiles of 16 outputs for
+each group. The second product starts during the first; its first weights are on their way before it waits.
 
 Cost: N * K / 2 bytes for every expert with rows, memory bound; the tensor cores multiply eight rows at once.
 """
@@ -60,7 +60,7 @@ class ExpertsWarpConfig(NamedTuple):
     unroll: int  # blocks of 128 inputs that a warp loads at a time
     programs: int = 0  # of a multiprocessor, which take tiles in turn; not for separate pairs
     registers: int | None = None  # of a thread at most, so that all programs fit
-    beside: int = 1  # how many times num_warps warps multiply, each other outputs; not for separate pairs
+    beside: int = 1  # groups of num_warps warps in a program, each of other outputs; not for separate pairs
 
 
 def default_sorted_config(weight: PackedExperts, num_pairs: int, gated: bool) -> ExpertsWarpConfig:

@@ -33,7 +33,9 @@ def test_four_ranks_of_70b_have_two_kv_heads_each() -> None:
     )
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-7b/tp8", "llama-3.1-8b/tp3", "no-such-model", "", "/tp4"])
+@pytest.mark.parametrize(
+    "model", ["qwen2.5-7b/tp8", "llama-3.1-8b/tp3", "qwen3.5-9b/tp2", "no-such-model", "", "/tp4"]
+)
 def test_what_is_no_model_or_can_not_be_split_is_a_config_error(model: str) -> None:
     with pytest.raises(ConfigError):
         read_model_shapes(model)
