@@ -319,9 +319,10 @@ def _linear_attention() -> Iterator[Launch]:
     """Qwen3.5-35B-A3B's heads."""
     shape = (16, 32, 128)
     for dtype in (BF16, F32):
-        arguments = (*delta_arguments(64, *shape, dtype), ints(64), ints(64), 1e-6)
-        decode = functools.partial(gated_delta_decode.gated_delta_decode_triton, *arguments)
-        yield Launch(f"delta_decode 16/32/128 {dtype}", decode, dtype == BF16)
+        for rows in (1, 64):
+            arguments = (*delta_arguments(rows, *shape, dtype), ints(rows), ints(rows), 1e-6)
+            decode = functools.partial(gated_delta_decode.gated_delta_decode_triton, *arguments)
+            yield Launch(f"delta_decode 16/32/128 {dtype}, {rows} rows", decode, dtype == BF16)
     arguments = (*delta_arguments(4096, *shape), ints(64), ints(64), ints(65), 1e-6)
     prefill = functools.partial(gated_delta_prefill.gated_delta_prefill_triton, *arguments)
     yield Launch("delta_prefill 16/32/128", prefill)

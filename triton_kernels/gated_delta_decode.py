@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.early_start import after_predecessor, can_start_early
+from triton_kernels.early_start import after_predecessor, can_start_early, fetch_into_l2
 from triton_kernels.gated_delta import QK_EPS, TAPS, DeltaStates, DeltaWeights, gated_delta_decode_cpu
 from triton_kernels.gated_delta_ends import softplus
+from triton_kernels.gpu import num_multiprocessors
 from triton_kernels.tuning import tuned
 
 
@@ -42,10 +43,11 @@ def default_delta_decode_config(key_dim: int, value_dim: int) -> DeltaDecodeConf
     return DeltaDecodeConfig(max(1, key_dim * value_dim // 4096))
 
 
-MANY_PROGRAMS = 2048
+MANY_PROGRAMS = 1024
+"""From so many on, programs have FEW_REGISTERS, and fetch a later program's state into L2."""
 FEW_REGISTERS = 168
-"""For each thread with so many programs: three programs of 128 threads share a multiprocessor instead of two,
-and what does not fit waits in L1."""
+"""For each thread: three programs of 128 threads share a multiprocessor instead of two, and what does not fit
+waits in L1."""
 
 
 @triton.jit
@@ -76,6 +78,7 @@ def _gated_delta_decode_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     TAPS: tl.constexpr,
+    FETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     C: tl.constexpr = 2 * K * D + V * E
@@ -117,6 +120,15 @@ def _gated_delta_decode_kernel(
     state_at = d[:, None] * E + e[None, :]
     has_state = is_real & (position > 0)
     state = tl.load(states + state_at, mask=has_state, other=0.0, eviction_policy="evict_first")
+
+    if FETCH > 0:
+        # Memory goes on reading while the programs that run now compute and store.
+        later = row * V + head + FETCH
+        exists = later < tl.num_programs(1) * V
+        later_line = tl.load(row_ids_ptr + later // V, mask=exists, other=0).to(tl.int64)
+        later_states = state_ptr + (later_line * V + later % V) * (D * E)
+        # Past the last program, this program's own state, which is on its way.
+        fetch_into_l2(tl.where(exists, later_states, states) + tl.arange(0, D * E // 32) * 32)
 
     row = after_predecessor(row, EARLY).to(tl.int64)
     x = x_ptr + row * x_stride
@@ -179,7 +191,7 @@ def gated_delta_decode_triton(
     num_rows = qkvz.shape[0]
     out = torch.empty((num_rows, num_value_heads * value_dim), dtype=qkvz.dtype, device=qkvz.device)
     is_large = key_dim * value_dim // config.num_warps == 4096
-    crowded = is_large and num_rows * num_value_heads >= MANY_PROGRAMS and qkvz.is_cuda
+    crowded = is_large and num_rows * num_value_heads >= MANY_PROGRAMS and qkvz.device.type != "cpu"
     _gated_delta_decode_kernel[(num_value_heads, num_rows)](
         qkvz,
         ba,
@@ -202,6 +214,7 @@ def gated_delta_decode_triton(
         key_dim,
         value_dim,
         TAPS,
+        num_multiprocessors(qkvz.device) if crowded else 0,
         can_start_early(qkvz.device),
         num_warps=config.num_warps,
         **({"maxnreg": FEW_REGISTERS} if crowded else {}),
