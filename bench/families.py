@@ -16,8 +16,8 @@ With experts, a rounding may decide which of them a token gets, in transformers 
 are another result. So this is checked in two parts. transformers gets the experts that ours chose, in both
 its runs: the errors are of the arithmetic alone. And the choice itself must be float32's up to a rounding:
 `regret` is how far below the last that float32 would choose an expert lies that was chosen, in standard
-deviations of the token's router logits, at most over all tokens. Bar: under 0.1, or under the regret of what
-transformers itself chooses in bfloat16. Exit code 1 where a bar is missed.
+deviations of the token's router logits. Bar: at most 0.1 for any token; or, as one token's is mostly chance,
+on average under that of what transformers itself chooses in bfloat16. Exit code 1 where a bar is missed.
 """
 
 import argparse
@@ -128,7 +128,7 @@ REGRET_BAR = 0.1
 
 
 class Errors(NamedTuple):
-    """Relative, by norm over all tokens; regret apart."""
+    """Relative, by norm over all tokens; regrets apart."""
 
     prefill: float
     decode: float
@@ -136,13 +136,16 @@ class Errors(NamedTuple):
     """Of the prompt's logits from what they are by the other backend."""
     theirs: float
     regret: float
-    their_regret: float
+    """The largest of a token in a layer."""
+    mean_regret: float
+    their_mean_regret: float
     """Of transformers in bfloat16."""
 
     def good(self) -> bool:
         """Whether every bar is kept."""
         ours = max(self.prefill, self.decode, self.torch_backend)
-        return ours < max(BAR, self.theirs) and self.regret < max(REGRET_BAR, self.their_regret)
+        right_experts = self.regret < REGRET_BAR or self.mean_regret < self.their_mean_regret
+        return ours < max(BAR, self.theirs) and right_experts
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:
@@ -238,9 +241,15 @@ def compare(
         relative_error(decode, exact[PROMPT_TOKENS:]),
         relative_error(prefill + other_routes_apart, other),
         relative_error(bf16, exact),
-        max(regret, default=0.0),
-        max(their_regret, default=0.0),
+        max((float(of_layer.max()) for of_layer in regret), default=0.0),
+        mean_of(regret),
+        mean_of(their_regret),
     )
+
+
+def mean_of(regrets: list[Tensor]) -> float:
+    """Over all layers' tokens; 0 without experts."""
+    return float(torch.stack(regrets).mean()) if regrets else 0.0
 
 
 def set_attention(ours: Decoder, backend: str) -> None:
@@ -307,10 +316,10 @@ def noted_choices(theirs: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def imposed_routes(theirs: nn.Module, ours: Decoder, choices: list[Tensor]) -> Iterator[list[float]]:
+def imposed_routes(theirs: nn.Module, ours: Decoder, choices: list[Tensor]) -> Iterator[list[Tensor]]:
     """transformers' tokens go to these experts, of each layer int64 [T, k], meanwhile; yields each layer's
-    regret, once it has run."""
-    regrets: list[float] = []
+    regrets, float32 [T], once it has run."""
+    regrets: list[Tensor] = []
     handles = []
 
     def impose(
@@ -329,7 +338,7 @@ def imposed_routes(theirs: nn.Module, ours: Decoder, choices: list[Tensor]) -> I
         rank = logits if mixture.choice_bias is None else scores + mixture.choice_bias
         last = rank.topk(chosen.shape[1]).values[:, -1]
         regret = (last - rank.gather(1, chosen).amin(-1)) / rank.std(-1)
-        regrets.append(float(regret.max()))
+        regrets.append(regret.clamp(min=0.0))
         return output[0], weights.to(output[1].dtype), chosen.to(output[2].dtype)
 
     for router, mixture, chosen in zip(routers(theirs), ours.expert_layers(), choices, strict=True):

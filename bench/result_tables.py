@@ -217,7 +217,7 @@ def families_table() -> str:
 
 def family_steps_table() -> str:
     """Decode steps of whole models with random weights, beside what the memory would take."""
-    models = ("qwen3.5-35b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b", "gemma-4-31b")
+    models = ("qwen3.5-35b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b", "gemma-4-31b", "qwen3.5-27b")
     reports = {(model, "H200"): load(f"step-{model}")["tables"]["decode"] for model in models}
     reports |= {(model, "H100"): load(f"h100/step-{model}")["tables"]["decode"] for model in models[:3]}
     rows = [
