@@ -16,8 +16,9 @@ With experts, a rounding may decide which of them a token gets, in transformers 
 are another result. So this is checked in two parts. transformers gets the experts that ours chose, in both
 its runs: the errors are of the arithmetic alone. And the choice itself must be float32's up to a rounding:
 `regret` is how far below the last that float32 would choose an expert lies that was chosen, in standard
-deviations of the token's router logits. Bar: at most 0.1 for any token; or, as one token's is mostly chance,
-on average under that of what transformers itself chooses in bfloat16. Exit code 1 where a bar is missed.
+deviations of the token's router logits. Bar: under 0.1 for any token. The largest of many is mostly chance,
+so else: on average under that of what transformers itself chooses in bfloat16, and the largest under twice
+theirs. Exit code 1 where a bar is missed.
 """
 
 import argparse
@@ -138,14 +139,15 @@ class Errors(NamedTuple):
     regret: float
     """The largest of a token in a layer."""
     mean_regret: float
-    their_mean_regret: float
+    their_regret: float
     """Of transformers in bfloat16."""
+    their_mean_regret: float
 
     def good(self) -> bool:
         """Whether every bar is kept."""
         ours = max(self.prefill, self.decode, self.torch_backend)
-        right_experts = self.regret < REGRET_BAR or self.mean_regret < self.their_mean_regret
-        return ours < max(BAR, self.theirs) and right_experts
+        like_theirs = self.mean_regret < self.their_mean_regret and self.regret < 2 * self.their_regret
+        return ours < max(BAR, self.theirs) and (self.regret < REGRET_BAR or like_theirs)
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:
@@ -241,15 +243,17 @@ def compare(
         relative_error(decode, exact[PROMPT_TOKENS:]),
         relative_error(prefill + other_routes_apart, other),
         relative_error(bf16, exact),
-        max((float(of_layer.max()) for of_layer in regret), default=0.0),
-        mean_of(regret),
-        mean_of(their_regret),
+        *largest_and_mean(regret),
+        *largest_and_mean(their_regret),
     )
 
 
-def mean_of(regrets: list[Tensor]) -> float:
-    """Over all layers' tokens; 0 without experts."""
-    return float(torch.stack(regrets).mean()) if regrets else 0.0
+def largest_and_mean(regrets: list[Tensor]) -> tuple[float, float]:
+    """Of all layers' tokens; 0 without experts."""
+    if not regrets:
+        return 0.0, 0.0
+    together = torch.cat(regrets)
+    return float(together.max()), float(together.mean())
 
 
 def set_attention(ours: Decoder, backend: str) -> None:

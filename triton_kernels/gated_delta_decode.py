@@ -44,7 +44,8 @@ def default_delta_decode_config(key_dim: int, value_dim: int) -> DeltaDecodeConf
 
 
 MANY_PROGRAMS = 1024
-"""From so many on, programs have FEW_REGISTERS, and fetch a later program's state into L2."""
+"""From so many on, programs of 16-bit inputs have FEW_REGISTERS. From Hopper on, whose L2 has room for it,
+they fetch a later program's state into L2."""
 FEW_REGISTERS = 168
 """For each thread: three programs of 128 threads share a multiprocessor instead of two, and what does not fit
 waits in L1."""
@@ -127,7 +128,7 @@ def _gated_delta_decode_kernel(
         exists = later < tl.num_programs(1) * V
         later_line = tl.load(row_ids_ptr + later // V, mask=exists, other=0).to(tl.int64)
         later_states = state_ptr + (later_line * V + later % V) * (D * E)
-        # Past the last program, this program's own state, which is on its way.
+        # Behind the last program none comes: its own state again.
         fetch_into_l2(tl.where(exists, later_states, states) + tl.arange(0, D * E // 32) * 32)
 
     row = after_predecessor(row, EARLY).to(tl.int64)
@@ -192,6 +193,7 @@ def gated_delta_decode_triton(
     out = torch.empty((num_rows, num_value_heads * value_dim), dtype=qkvz.dtype, device=qkvz.device)
     is_large = key_dim * value_dim // config.num_warps == 4096 and qkvz.element_size() == 2
     crowded = is_large and num_rows * num_value_heads >= MANY_PROGRAMS and qkvz.device.type != "cpu"
+    early = can_start_early(qkvz.device)
     _gated_delta_decode_kernel[(num_value_heads, num_rows)](
         qkvz,
         ba,
@@ -214,8 +216,8 @@ def gated_delta_decode_triton(
         key_dim,
         value_dim,
         TAPS,
-        num_multiprocessors(qkvz.device) if crowded else 0,
-        can_start_early(qkvz.device),
+        num_multiprocessors(qkvz.device) if crowded and early else 0,
+        early,
         num_warps=config.num_warps,
         **({"maxnreg": FEW_REGISTERS} if crowded else {}),
     )
