@@ -191,8 +191,13 @@ def gated_delta_decode_triton(
         )
     num_rows = qkvz.shape[0]
     out = torch.empty((num_rows, num_value_heads * value_dim), dtype=qkvz.dtype, device=qkvz.device)
-    is_large = key_dim * value_dim // config.num_warps == 4096 and qkvz.element_size() == 2
-    crowded = is_large and num_rows * num_value_heads >= MANY_PROGRAMS and qkvz.device.type != "cpu"
+    needs_many_registers = key_dim * value_dim // config.num_warps == 4096
+    crowded = (
+        needs_many_registers
+        and num_rows * num_value_heads >= MANY_PROGRAMS
+        and qkvz.element_size() == 2  # of 32 bits, too much does not fit
+        and qkvz.device.type != "cpu"
+    )
     early = can_start_early(qkvz.device)
     _gated_delta_decode_kernel[(num_value_heads, num_rows)](
         qkvz,
