@@ -264,4 +264,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerAgainstASimulatedPool = ManagerMachine.TestCase
-TestManagerAgainstASimulatedPool.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestManagerAgainstASimulatedPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -106,7 +106,7 @@ class SchedulerWithWindows(OverlappedScheduler):
                 assert group.num_promised == 0
 
 
-SchedulerWithWindows.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+SchedulerWithWindows.TestCase.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
 TestSchedulerWithWindows = SchedulerWithWindows.TestCase
 
 

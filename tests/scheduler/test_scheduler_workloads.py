@@ -184,7 +184,7 @@ def prompt_lines(plan: StepPlan) -> list[np.ndarray]:
     return lines
 
 
-OverlappedScheduler.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+OverlappedScheduler.TestCase.settings = settings(max_examples=140, stateful_step_count=40)
 TestOverlappedScheduler = OverlappedScheduler.TestCase
 
 
