@@ -36,118 +36,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.attention_reference import paged_decode_reference
 from triton_kernels.decode_config import DecodeConfig, block_g, choose_config, programs_for_equal_rows
+from triton_kernels.decode_splits import merge_splits, row_cuts
 from triton_kernels.e4m3 import FP8
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
-from triton_kernels.fp8_cache import from_pool, scales_of, stored, unpacked_pairs
+from triton_kernels.fp8_cache import stored, unpacked_pairs
 from triton_kernels.gpu import num_multiprocessors
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.rope_store import NormedValues, num_query_heads, rope_store_reference
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
-_FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
 _LOG2_WEIGHT = tl.constexpr(15.0)  # of the largest weight in float16, which so has small ones, too
 _START_NEXT_SIZE = tl.constexpr(8 * 128)
 # Rows * K * D up to which the next kernel may start at once; D rounded up to a power of two, at most 128.
-
-
-def paged_decode_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    row_ids: Tensor,
-    context_len: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    kv_scales: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The same as paged_decode, in plain torch, one row at a time."""
-    _, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    k_scale, v_scale = scales_of(kv_scales)
-    out = torch.zeros_like(q)
-    for r, (row, length) in enumerate(zip(row_ids.tolist(), context_len.tolist(), strict=True)):
-        if length == 0:
-            continue
-        start = max(0, length - window) if window else 0
-        first_page = start // page_size
-        pages = page_table[row, first_page : -(-length // page_size)].long()
-        seen = slice(start - first_page * page_size, length - first_page * page_size)
-        keys = from_pool(k_cache[pages].flatten(0, 1)[seen], dtype, k_scale)
-        values = from_pool(v_cache[pages].flatten(0, 1)[seen], dtype, v_scale)
-        queries = q[r].view(num_kv_heads, num_heads // num_kv_heads, head_dim).to(dtype)
-        scores = queries @ keys.permute(1, 2, 0) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        weights = softmax_with_sinks(scores, None if sinks is None else sinks.view(num_kv_heads, -1, 1))
-        out[r] = (weights @ values.transpose(0, 1)).flatten(0, 1).to(q.dtype)
-    return out
-
-
-def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax over the last dimension, with one more term in the denominator: exp of the sinks, whose
-    shape is that of the scores with 1 at the end, or fits it."""
-    if sinks is None:
-        return scores.softmax(-1)
-    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-
-
-@triton.jit
-def _row_cuts(
-    length,
-    log_split,
-    window: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Cut a row into splits of 1 << log_split tokens or longer; an empty row is one empty split.
-
-    A split has `split_tokens` tokens. If a row would have more than `max_splits` of them, splits are twice,
-    four times, ... as long. They also double with each tier that the batch exceeds. The last split takes the
-    remainder, up to half a split more.
-
-    Returns (first seen token, begin of the first split, log2 of the tokens per split, number of splits).
-    Splits begin at multiples of the tile, so each tile lies in one page if pages are large enough.
-    """
-    start = tl.maximum(length - window, 0) if window > 0 else length * 0
-    begin = start // BLOCK_N * BLOCK_N
-    tokens = length - begin
-    log_tokens = log_split + tokens * 0
-    for i in tl.static_range(DOUBLINGS):
-        log_tokens += (tokens > (MAX_SPLITS << log_split << i)).to(tl.int32)
-    num_splits = tl.maximum((tokens + (1 << log_tokens >> 1)) >> log_tokens, 1)
-    return start, begin, log_tokens, num_splits
-
-
-@triton.jit
-def _fold(top, mass, acc, more_top, more_mass, more_acc):
-    """Combine the softmax states of two sets of keys; both sets may be empty."""
-    new_top = tl.maximum(top, more_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    old = tl.exp2(top - base)
-    new = tl.exp2(more_top - base)
-    return new_top, mass * old + more_mass * new, acc * old[None, :] + more_acc * new[None, :]
-
-
-@triton.jit
-def _load_state(acc_ptr, sum_ptr, place, there, lanes, group, G: tl.constexpr, D: tl.constexpr):
-    """Load the softmax state (top, mass, acc) at `place` if it is `there`; else return that of no keys.
-
-    The load bypasses L1, which does not see writes of other multiprocessors.
-    """
-    mask = there & (group < G)
-    top = tl.load(sum_ptr + place * (2 * G) + group, mask, other=float("-inf"), cache_modifier=".cg")
-    mass = tl.load(sum_ptr + place * (2 * G) + G + group, mask, other=0.0, cache_modifier=".cg")
-    offsets = place * (G * D) + group[None, :] * D + lanes[:, None]
-    acc = tl.load(acc_ptr + offsets, mask[None, :] & (lanes < D)[:, None], other=0.0, cache_modifier=".cg")
-    return top, mass, acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -237,7 +140,7 @@ def _paged_decode_kernel(
     for r0 in range(0, num_rows, BLOCK_R):
         rows = r0 + tl.arange(0, BLOCK_R)
         lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
-        _, _, _, splits = _row_cuts(lengths, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N)
+        _, _, _, splits = row_cuts(lengths, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N)
         num_full += tl.sum(splits - 1, 0)
     num_units = (num_full + num_rows) * K
     unit = tl.program_id(0)
@@ -251,7 +154,7 @@ def _paged_decode_kernel(
         while total <= target:
             rows = first_row + tl.arange(0, BLOCK_R)
             lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
-            _, _, _, splits = _row_cuts(lengths, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N)
+            _, _, _, splits = row_cuts(lengths, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N)
             ends = total + tl.cumsum(splits - 1, 0)
             before = tl.sum((ends <= target).to(tl.int32), 0)
             row = first_row + before
@@ -261,7 +164,7 @@ def _paged_decode_kernel(
         kv_head = target * 0 + unit % K
         length = tl.load(context_len_ptr + row)
         line = tl.load(row_ids_ptr + row)
-        start, begin, log_tokens, num_splits = _row_cuts(
+        start, begin, log_tokens, num_splits = row_cuts(
             length, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N
         )
         split = tl.where(target < num_full, full_split, num_splits - 1)
@@ -412,52 +315,14 @@ def _paged_decode_kernel(
             if num_asked == num_units - 1:
                 tl.store(asked_ptr, 0)
 
-        # The splits of a row are the leaves of a tree with _FAN children per node. A finished program stores
-        # its softmax state and counts its arrival at the parent node. The last program to arrive folds the
-        # children's states from left to right and goes on upwards, so no program waits for another one. A
-        # node's state replaces that of its first child, `apart` places from the next node's.
         row_splits = tl.minimum((MOST_SPLITS + (1 << tier) - 1) >> tier, MAX_SPLITS)
         first_place = (row.to(tl.int64) * K + kv_head) * row_splits
-        arrivals_here = arrivals_ptr + 1 + first_place
-        acc_here = partial_acc_ptr + first_place * (G * D)
-        sum_here = partial_sum_ptr + first_place * (2 * G)
-        apart = 1
-        num_nodes = num_splits
-        node = split
-        while num_nodes > 1:
-            parent = node // _FAN
-            first = parent * _FAN
-            num_below = tl.minimum(num_nodes - first, _FAN)
-            place = node * apart
-            place_offsets = place * (G * D) + group[None, :] * D + lanes[:, None]
-            tl.store(acc_here + place_offsets, acc, q_mask)
-            tl.store(sum_here + place * (2 * G) + group, top, group < G)
-            tl.store(sum_here + place * (2 * G) + G + group, mass, group < G)
-            tl.debug_barrier()  # all threads have stored before the counter tells other programs
-            arrived = tl.atomic_add(arrivals_here + parent, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_below - 1:
-                tl.store(arrivals_here + parent, 0)
-                top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-                mass = tl.zeros([BLOCK_G], tl.float32)
-                acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
-                for below in range(0, num_below, WIDE):
-                    # As many at a time as fit into registers, so that their loads overlap.
-                    states = ()
-                    for i in tl.static_range(WIDE):
-                        place = (first + below + i) * apart
-                        there = below + i < num_below
-                        state = _load_state(acc_here, sum_here, place, there, lanes, group, G, D)
-                        states = states + (state,)  # noqa: RUF005 (no unpacking in kernels)
-                    for i in tl.static_range(WIDE):
-                        top, mass, acc = _fold(top, mass, acc, *states[i])
-                tl.debug_barrier()  # all threads have loaded before the next store overwrites
-                num_nodes = (num_nodes + _FAN - 1) // _FAN
-                arrivals_here += num_nodes
-                apart *= _FAN
-                node = parent
-            else:
-                num_nodes = 0
-        if num_nodes == 1:
+        top, mass, acc, is_done = merge_splits(
+            top, mass, acc, split, num_splits, partial_acc_ptr + first_place * (G * D),
+            partial_sum_ptr + first_place * (2 * G), arrivals_ptr + 1 + first_place, G, D, BLOCK_G, BLOCK_D,
+            WIDE,
+        )  # fmt: skip
+        if is_done:
             done = acc / tl.where(mass > 0, mass, 1.0)[None, :]
             if FP8:
                 done = done * tl.load(kv_scales_ptr + 1)

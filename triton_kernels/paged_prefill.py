@@ -40,17 +40,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.attention_reference import paged_prefill_reference
 from triton_kernels.e4m3 import FP8
-from triton_kernels.fp8_cache import from_pool, scales_of
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.paged_decode import softmax_with_sinks
 from triton_kernels.paged_prefill_hopper import paged_prefill_hopper, takes
 from triton_kernels.tuning import tuned
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 128
-_REFERENCE_QUERIES = 256
 
 
 class PrefillConfig(NamedTuple):
@@ -93,60 +91,6 @@ def prefill_that_fits(
         other_bytes += stage_bytes
         stage_bytes //= element_size
     return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes, other_bytes))
-
-
-def paged_prefill_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    row_ids: Tensor,
-    context_len: Tensor,
-    row_start: Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    kv_scales: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The same as paged_prefill, in plain torch, a block of one row's queries at a time."""
-    _, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
-    group = num_heads // num_kv_heads
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros_like(q)
-    starts = row_start.tolist()
-    k_scale, v_scale = scales_of(kv_scales)
-    for r, (row, length) in enumerate(zip(row_ids.tolist(), context_len.tolist(), strict=True)):
-        first, end = starts[r], starts[r + 1]
-        if first == end:
-            continue
-        pages = page_table[row, : -(-length // page_size)].long()
-        keys = from_pool(k_cache[pages].flatten(0, 1)[:length], dtype, k_scale).permute(1, 2, 0)
-        values = from_pool(v_cache[pages].flatten(0, 1)[:length], dtype, v_scale).transpose(0, 1)
-        for low in range(first, end, _REFERENCE_QUERIES):
-            high = min(end, low + _REFERENCE_QUERIES)
-            position = torch.arange(low, high, device=q.device) - end + length
-            seen_low = max(0, length - end + low - window + 1) if window else 0
-            seen_high = length - end + high
-            key_position = torch.arange(seen_low, seen_high, device=q.device)
-            seen = key_position[None, :] <= position[:, None]
-            if window:
-                seen &= key_position[None, :] > position[:, None] - window
-            queries = (
-                q[low:high].view(high - low, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).to(dtype)
-            )
-            scores = queries @ keys[:, None, :, seen_low:seen_high] * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            scores = scores.masked_fill_(~seen, float("-inf"))
-            weights = softmax_with_sinks(
-                scores, None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
-            )
-            mixed = weights @ values[:, None, seen_low:seen_high]
-            out[low:high] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
-    return out
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minisgl.attention.interface import AttentionInputs, FewKeys, RowKeys
+from triton_kernels.attention_reference import softmax_with_sinks
 from triton_kernels.e4m3 import FP8
 from triton_kernels.on_cpu import FEW_BYTES, on_one_thread
-from triton_kernels.paged_decode import softmax_with_sinks
 
 QUERIES_AT_ONCE = 512
 """Queries of a row per block. This bounds the mask and the scores, which grow with queries times keys."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triton_kernels.paged_prefill import paged_prefill_reference
+from triton_kernels.attention_reference import paged_prefill_reference
 
 __version__ = "0.0.fake"
 TABLES_BYTES = 8 << 20

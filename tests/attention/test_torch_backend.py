@@ -5,8 +5,7 @@ import torch
 
 from minisgl.attention import torch as torch_backend
 from minisgl.attention.interface import AttentionInputs
-from triton_kernels.paged_decode import paged_decode_reference
-from triton_kernels.paged_prefill import paged_prefill_reference
+from triton_kernels.attention_reference import paged_decode_reference, paged_prefill_reference
 
 
 def make_pool(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minisgl.attention import triton as triton_attention
 from minisgl.attention.interface import AttentionInputs
+from triton_kernels.attention_reference import paged_prefill_reference
 from triton_kernels.e4m3 import FP8
-from triton_kernels.paged_prefill import paged_prefill_reference
 
 
 def test_attention_unpacks_where_many_queries_see_the_keys_and_the_wider_kernel_takes_them(

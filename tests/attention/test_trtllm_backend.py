@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl.attention.backends import select
 from minisgl.attention.interface import AttentionInputs
 from minisgl.attention.trtllm import TrtllmAttention
-from triton_kernels.paged_prefill import paged_prefill_reference
+from triton_kernels.attention_reference import paged_prefill_reference
 
 PAGE_SIZE = 16
 

@@ -10,11 +10,11 @@ from paged_batch import PagedBatch, attention_by_sdpa, paged_batch, with_fp8_poo
 
 import triton_kernels.decode_config as decode
 import triton_kernels.paged_decode as paged_decode_file
+from triton_kernels.attention_reference import paged_decode_reference
 from triton_kernels.decode_config import DecodeConfig, num_arrivals
 from triton_kernels.paged_decode import (
     Rope,
     paged_decode,
-    paged_decode_reference,
     paged_decode_triton,
     rope_paged_decode,
 )

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, eager_attention_forward
 
+from triton_kernels.attention_reference import paged_decode_reference
 from triton_kernels.decode_config import DecodeConfig
 from triton_kernels.paged_decode import (
     Rope,
     paged_decode,
-    paged_decode_reference,
     paged_decode_triton,
     rope_paged_decode,
 )

@@ -3,9 +3,10 @@
 import torch
 from paged_batch import attention_by_sdpa, paged_batch
 
+from triton_kernels.attention_reference import paged_decode_reference
 from triton_kernels.decode_config import default_decode_config
 from triton_kernels.gpu import ELSEWHERE
-from triton_kernels.paged_decode import Rope, paged_decode_reference, paged_decode_triton
+from triton_kernels.paged_decode import Rope, paged_decode_triton
 from triton_kernels.paged_prefill import paged_prefill_triton
 from triton_kernels.rope_store import rope_store_reference, rope_store_triton
 

@@ -298,7 +298,12 @@ def _flashinfer_pages(arguments: tuple[Any, ...], case: Case) -> tuple[Any, ...]
 
 def _decode_tuning(is_fp8: bool) -> Tuning:
     return Tuning(
-        files=("paged_decode.py", "decode_config.py", *(("fp8_cache.py",) if is_fp8 else ())),
+        files=(
+            "paged_decode.py",
+            "decode_splits.py",
+            "decode_config.py",
+            *(("fp8_cache.py",) if is_fp8 else ()),
+        ),
         by_size=False,
         exact=_attention_exact,
         near=_attention_near,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
+from triton_kernels.attention_reference import paged_decode_reference, paged_prefill_reference
 from triton_kernels.decode_config import fewest_alike, num_arrivals
 from triton_kernels.e4m3 import FP8
 from triton_kernels.fp8_cache import to_pool
-from triton_kernels.paged_decode import Rope, paged_decode_reference
-from triton_kernels.paged_prefill import paged_prefill_reference
+from triton_kernels.paged_decode import Rope
 from triton_kernels.rope_store import rope_store_reference
 
 EPS = 1e-6
