@@ -1,6 +1,7 @@
-"""Attention over a paged pool in plain torch, in float32 or wider: what the kernels are compared with.
+"""Attention over a paged pool in plain torch, in float32 or wider.
 
-Shape letters, formulas and edge cases are those of paged_decode.py and paged_prefill.py.
+The kernels are compared with it, and CPU tensors take it. Shape letters, formulas and edge cases are those of
+paged_decode.py and paged_prefill.py.
 """
 
 import torch

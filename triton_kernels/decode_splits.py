@@ -1,11 +1,12 @@
 """The splits of a row in decode attention: where a row is cut, and how the splits' results are merged.
 
-The splits of a row are the leaves of a tree with _FAN children per node. A finished program stores its
-softmax state and counts its arrival at the parent node. The last program to arrive folds the children's
-states from left to right and goes on upwards, so no program waits for another one.
+The splits of a row are the leaves of a tree with _FAN children per node. A program that has finished one of
+several splits stores its softmax state and counts its arrival at the parent node. The last program to arrive
+folds the children's states from left to right and goes on upwards, so no program waits for another one.
 
-A softmax state of G query heads is (top, mass, acc): the largest score of the keys, in base 2, float32 [G];
-the sum of 2 ** (score - top), float32 [G]; and the values so weighted, float32 [D, G].
+A softmax state of G query heads is (top, mass, acc): the largest score, in base 2, float32 [G]; the sum of
+2 ** (score - top), float32 [G]; and the sum of the values so weighted, float32 [D, G]. The sums may have a
+constant factor, the same in all splits. The first split's state includes the sinks, if there are any.
 """
 
 # One kernel function that calls another looks like the call that raises outside of a kernel; range yields no
@@ -27,13 +28,16 @@ def row_cuts(
     DOUBLINGS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Cut a row into splits of 1 << log_split tokens or longer; an empty row is one empty split.
+    """Cut a row of `length` tokens into splits; a row that is empty is one empty split.
 
-    A split has `split_tokens` tokens. If a row would have more than `max_splits` of them, splits are twice,
-    four times, ... as long. They also double with each tier that the batch exceeds. The last split takes the
-    remainder, up to half a split more.
+    Args:
+        log_split: log2 of the tokens of a split.
+        MAX_SPLITS: a row that would have more has splits of twice, four times, ... as many tokens.
+        DOUBLINGS: how often that may be needed at most.
+        BLOCK_N: tokens of a tile.
 
-    Returns (first seen token, begin of the first split, log2 of the tokens per split, number of splits).
+    Returns (first seen token, begin of the first split, log2 of the tokens per split, number of splits). The
+    last split takes the remainder: from half a split up to almost one and a half, or a whole shorter row.
     Splits begin at multiples of the tile, so each tile lies in one page if pages are large enough.
     """
     start = tl.maximum(length - window, 0) if window > 0 else length * 0
@@ -91,15 +95,17 @@ def merge_splits(
     Args:
         top, mass, acc: of split number `split` of `num_splits`: [BLOCK_G], [BLOCK_G], [BLOCK_D, BLOCK_G].
         acc_ptr, sum_ptr: scratch of the row and KV head, for each split G * D and 2 * G float32.
-        arrivals_ptr: their int32 counters, one for each node; zeros, and zeros again when the row is done.
+        arrivals_ptr: their int32 counters, one for each inner node, level after level; zeros, and zeros again
+            when the row is done.
         WIDE: states that are loaded at a time, a divisor of _FAN.
 
-    Returns (top, mass, acc, whether this is the row's state; else another program has it or will).
+    Returns (top, mass, acc, whether this is the row's state; if not, another program finishes the row).
     """
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
     mask = (lanes < D)[:, None] & (group < G)[None, :]
-    apart = 1  # a node's state replaces that of its first child, so many places from the next node's
+    # A node's state replaces that of its first child, so neighbouring nodes are `apart` places apart.
+    apart = 1
     num_nodes = num_splits
     node = split
     while num_nodes > 1:

@@ -17,8 +17,8 @@ The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1. E
 or NO_TOKEN.
 
 There is no sort. Rows without top_k, top_p and min_p need the first kernel of sample_bracket.py, the others
-all three: they bracket the smallest logit that stays (the threshold), sum the ids above the bracket and list
-the ids inside it. The last kernel searches the threshold among the listed ids: it maps float32 values to
+all three: they bracket the smallest logit that stays (the threshold), sum the weights above the bracket and
+list the ids inside it. The last kernel searches the threshold among the listed ids: it maps float32 values to
 ordered integers and splits their range into WAYS + 1 parts, again and again. Then it draws. If the bracket is
 wrong or holds too many ids (many equal logits), it searches over the whole row, one pass per split (7 for
 bf16 logits, 14 for float32), with the same result. All choices depend on the row's own logits and options

@@ -1,13 +1,13 @@
 """The first three kernels of sample: a bracket of each row's threshold, and the ids inside it.
 
 The threshold is the smallest logit that stays in a row's support; sample.py says what that is, and searches
-it among the ids that are listed here. `_tops_kernel` finds the largest logit of each block and of each group
-of 64 ids, and the block's mass. `_bracket_kernel` brackets the threshold, with one program per row:
+for it among the ids that are listed here. `_tops_kernel` finds the largest logit of each block and of each
+group of 64 ids, and the block's mass. `_bracket_kernel` brackets the threshold, with one program per row:
   from below, by the largest logits of the groups, whose count and mass are known; or
   if these have too little mass (a flat distribution), from both sides, by a sample of one id in 64; or
   if the sample is too small, from below, by a value that three quarters of the groups reach.
-`_list_kernel` sums the ids above the bracket and lists the ids inside it; it reads only groups that reach the
-bracket.
+`_list_kernel` sums the weights above the bracket and lists the ids inside it; it reads only groups that reach
+the bracket.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
@@ -32,8 +32,9 @@ BLOCK_V = 4096
 WIDTH = 64
 """Ids of a group."""
 SLOTS = 1024
-"""Most ids that a block may list before the search covers the whole row."""
+"""Most ids that a chunk may list before the search covers the whole row."""
 LEAST_TEMPERATURE = tl.constexpr(LOWEST_TEMPERATURE)
+"""A temperature above 0 counts as at least this."""
 _FLOAT_MAX = tl.constexpr(FLOAT_MAX)
 _ROUNDS = tl.constexpr(4)  # rounds that narrow a bracket, each by a factor of WAYS + 1
 _REACH = tl.constexpr(64.0)  # a logit that is this many temperatures below the largest has no mass
@@ -251,17 +252,19 @@ def _list_kernel(
 
 
 class Bracketed(NamedTuple):
-    """What the kernels found of R rows, each of B blocks of BLOCK_V ids and G groups of WIDTH ids.
+    """Results for R rows, each of B blocks of BLOCK_V ids and G groups of WIDTH ids.
 
-    A chunk is as many hits as a block has groups. Chunks behind a row's hits, and masses of rows at
-    temperature 0, are not written.
+    The fields have the order of the arguments that sample.py's kernel takes.
+
+    A chunk is as many hits as a block has groups. Nothing writes: masses of rows at temperature 0; of rows
+    without hits the bracket; hits behind the row's last, chunks without hits, and logits behind a chunk's.
     """
 
     block_top: Tensor  # float32 [R, B], each block's largest logit
-    block_group: Tensor  # int32 [R, B], a group that has it
+    block_group: Tensor  # int32 [R, B], the first group of the row that has it in this block
     block_mass: Tensor  # float32 [R, B], the sum of weights that are relative to the block's largest logit
     bracket: Tensor  # float32 [R, 2]: low <= the threshold < high, most likely; see _bracket_kernel
-    num_hits: Tensor  # int32 [R], how many groups reach low; 0 if the row needs no threshold
+    num_hits: Tensor  # int32 [R], groups that reach low; 0 at temperature 0 and without options
     hits: Tensor  # int32 [R, G], these groups
     above_mass: Tensor  # float32 [R, B], each chunk's sum of weights from high on
     draw_mass: Tensor  # float32 [R, B], what min_p leaves of it
@@ -282,7 +285,7 @@ def bracket_thresholds(
         return torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)
 
     block_top, block_mass, above_mass, draw_mass = (scratch(num_blocks) for _ in range(4))
-    block_group, count = (scratch(num_blocks, dtype=torch.int32) for _ in range(2))
+    block_group, num_inside = (scratch(num_blocks, dtype=torch.int32) for _ in range(2))
     group_top, bracket = scratch(num_blocks * groups), scratch(2)
     num_hits, hits = scratch(dtype=torch.int32), scratch(num_blocks * groups, dtype=torch.int32)
     listed = scratch(num_blocks, SLOTS)
@@ -329,7 +332,7 @@ def bracket_thresholds(
         hits,
         above_mass,
         draw_mass,
-        count,
+        num_inside,
         listed,
         logits.stride(0),
         vocab,
@@ -341,5 +344,5 @@ def bracket_thresholds(
         num_warps=2 * logits.element_size(),
     )
     return Bracketed(
-        block_top, block_group, block_mass, bracket, num_hits, hits, above_mass, draw_mass, count, listed
+        block_top, block_group, block_mass, bracket, num_hits, hits, above_mass, draw_mass, num_inside, listed
     )

@@ -230,6 +230,12 @@ def test_defaults_and_candidates_are_configurations_of_one_kind(name: str) -> No
                 assert found == (set() if op in NEEDS_HOPPER else {default}), op
 
 
+def test_tables_name_the_files_whose_changes_make_them_stale() -> None:
+    for path in tune.FOLDER.glob("*.json"):
+        for op, kernel in read_table(path)["kernels"].items():
+            assert tuple(kernel["files"]) == TUNABLE[op].files, (path.name, op)
+
+
 def test_cpu_tables_never_ship() -> None:
     assert not list(tune.FOLDER.glob("cpu*"))
 

@@ -94,7 +94,7 @@ def test_the_reference_adds_a_shared_expert_by_its_gate() -> None:
         fused_moe(x, logits, gate_up, down, 2, gate=Gate(GateKind.GELU), shared=True)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     tokens=st.integers(1, 40),
     experts=st.sampled_from([2, 8, 60, 130]),

@@ -64,7 +64,7 @@ def test_kernel_takes_every_head_dim(head_dim, dtype, device):
     assert (got - expected).norm() <= tolerance * expected.norm()
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(
     contexts=st.lists(st.integers(0, 300), min_size=1, max_size=5),
     group=st.sampled_from([1, 2, 3, 5, 7, 8, 16]),
@@ -186,7 +186,7 @@ def slots_of_newest(batch: PagedBatch) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int32, device=batch.q.device)
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(
     contexts=st.lists(st.integers(0, 150), min_size=1, max_size=5),
     group=st.sampled_from([1, 3, 8]),

@@ -7,12 +7,8 @@ from hypothesis import strategies as st
 from paged_batch import PagedBatch, attention_by_sdpa, paged_batch, with_fp8_pools
 
 from triton_kernels import paged_prefill_hopper as hopper
-from triton_kernels.paged_prefill import (
-    PrefillConfig,
-    paged_prefill,
-    paged_prefill_reference,
-    paged_prefill_triton,
-)
+from triton_kernels.attention_reference import paged_prefill_reference
+from triton_kernels.paged_prefill import PrefillConfig, paged_prefill, paged_prefill_triton
 
 TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
 
