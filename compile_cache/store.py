@@ -262,7 +262,10 @@ def remove_entry(entry: Path) -> bool:
     try:
         if not try_lock(lock, fcntl.LOCK_EX):
             return False
-        shutil.rmtree(entry)
+        try:
+            shutil.rmtree(entry)
+        except FileNotFoundError:  # another process has deleted it
+            return False
         return True
     finally:
         unlock_and_close(lock)

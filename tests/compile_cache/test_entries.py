@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from starts import CONTENT, FACTS, OTHER, compile_something, entry_of, files_offered, start
 
+from compile_cache import entries
 from compile_cache.entries import clear, export_entries, import_entries, list_entries
 from compile_cache.key import entry_name
 from compile_cache.manifest import CacheError
@@ -140,6 +141,16 @@ def test_starts_lists_and_clears_at_the_same_time_do_not_disturb_each_other(tmp_
     beside = "another start is using the compile cache; this start compiles for itself"
     assert said <= {"", beside}
     assert not list(tmp_path.glob(".start-*"))
+
+
+def test_an_entry_that_another_process_deletes_at_the_same_time_is_no_error(
+    published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = entries.entries_in(published)
+    assert listed
+    assert clear(published)
+    monkeypatch.setattr(entries, "entries_in", lambda root: listed)  # as if listed before that
+    assert clear(published) == 0
 
 
 def test_there_must_be_something_to_export(tmp_path: Path) -> None:
