@@ -253,7 +253,7 @@ def entries_in(root: Path) -> list[Path]:
 
 
 def remove_entry(entry: Path) -> bool:
-    """Delete an entry unless it is in use; True if it was deleted.
+    """Delete an entry unless it is in use; True if this call deleted it.
 
     Raises:
         OSError: the entry can't be deleted.
@@ -264,7 +264,7 @@ def remove_entry(entry: Path) -> bool:
             return False
         try:
             shutil.rmtree(entry)
-        except FileNotFoundError:  # another process has deleted it
+        except FileNotFoundError:  # another process deletes it, too
             return False
         return True
     finally:

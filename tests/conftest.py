@@ -46,7 +46,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-rounds", type=int, default=3, help="rounds of the engine against itself")
+    parser.addoption("--fuzz-rounds", type=int, default=3, help="rounds of the engine fuzz test")
     parser.addoption("--all-pairs", action="store_true", help="every two features together, not a sample")
     parser.addoption("--all-families", action="store_true", help="every variant of a family, not a sample")
     parser.addoption("--all-kernels", action="store_true", help="compile every kernel, not what changed")

@@ -215,7 +215,7 @@ def test_in_any_company_a_request_gets_the_tokens_that_it_gets_alone(
     num_preemptions = num_cached = num_ties = 0
     # Where all layers have the window, a row holds few pages, and the pool need not hold a whole request.
     all_windows = isinstance(model.alone.cache, GroupedCacheManager) and not model.alone.cache.keeps_all
-    # So small that rows are preempted in every three rounds.
+    # So small that the three rounds of the suite preempt some rows.
     pool_tokens = (32, 64) if all_windows else (CONTEXT, 3 * CONTEXT // 2)
     for number in range(fuzz_rounds):
         source = random.Random(number)
