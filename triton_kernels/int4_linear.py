@@ -7,8 +7,8 @@ M rows, N outputs, K inputs, F = N / 2. The weight is as quantize_int4.py says, 
 in float32, `round` to the dtype of x.
 
 int4_linear_warp.py serves up to 16 rows of bfloat16, int4_linear_few.py up to FEW_ROWS, and on GPUs with TMA
-int4_linear_many.py up to MOST_ROWS. Beyond, the weight is made 16-bit numbers, which torch multiplies: that
-takes 2*N*K bytes of memory for a moment.
+int4_linear_many.py up to MOST_ROWS; on Hopper it does so from FEWEST_TILED_ROWS on. Beyond, the weight is made
+16-bit numbers, which torch multiplies: that takes 2*N*K bytes of memory for a moment.
 """
 
 import torch
@@ -32,6 +32,9 @@ from triton_kernels.silu_mul import silu_mul_reference
 from triton_kernels.tuning import tuned
 
 MOST_ROWS = 512
+FEWEST_TILED_ROWS = 9
+"""From so many rows on Hopper's matrix instruction is faster, although a tile has 16 rows or more."""
+_BETWEEN = 96
 
 
 def shared_bytes_of_numbers(weight_rows: int) -> int:
@@ -55,15 +58,17 @@ def int4_gated_linear_reference(x: Tensor, weight: Int4Weight) -> Tensor:
 def default_int4_tiled_config(
     num_outputs: int, rows: int, gated: bool, gpu: Gpu, group: int = BLOCK
 ) -> Int4TiledConfig:
-    """The configuration of more than FEW_ROWS rows if none is given or tuned.
+    """The configuration of the kernel for many rows if none is given or tuned.
 
     On Hopper, for layers that are not gated and for up to 64 rows, it was the best of those tried on an H200.
     The kernel has changed since: for the layers of Llama-3.1-8B tuning finds up to 1.4 times the speed.
 
     Args:
         num_outputs: outputs per row: N, or N / 2 if `gated`.
-        rows: a power of two.
+        rows: as `_size_of` gives it.
     """
+    if rows == _BETWEEN:
+        rows = 64
     if not gpu.multiplies_from_shared:
         block_m, block_n, warps = max(16, min(rows, 128)), 64, 4
         if num_outputs > 8192 and not gated:
@@ -75,6 +80,8 @@ def default_int4_tiled_config(
         others = weight_bytes + shared_bytes_of_numbers(2 * block_n if gated else block_n)
         stages = gpu.stages_that_fit(6, weight_bytes + 4 * BLOCK_BYTES * block_m, others)
         return Int4TiledConfig(block_m, block_n, warps, stages, splits)
+    if rows <= FEW_ROWS:
+        return Int4TiledConfig(max(16, rows), 64, 4, 3, 2 if gated else 4, scale_sums=group == BLOCK)
     block_m, block_n, warps = max(16, min(rows, 256)), 128, 8
     fused = not gated or block_m <= 64  # else a thread has no room for the sums of both halves
     weight_rows = 2 * block_n if gated and fused else block_n
@@ -87,9 +94,18 @@ def default_int4_tiled_config(
     )
 
 
+def _size_of(rows: int) -> int:
+    """The number of rows, of those that are tuned, whose configuration serves `rows`: a power of two, or 96.
+
+    Up to 96 rows take two tiles of 64, which share rows: a tile of 128 would be filled with zeros, and that
+    takes the copy engine longer than rows do.
+    """
+    return _BETWEEN if 64 < rows <= _BETWEEN else next_power_of_2(rows)
+
+
 def _many_config(x: Tensor, weight: Int4Weight, gated: bool) -> Int4TiledConfig:
     outputs = weight.outputs // 2 if gated else weight.outputs
-    size = next_power_of_2(x.shape[0])
+    size = _size_of(x.shape[0])
     default = default_int4_tiled_config(outputs, size, gated, gpu_of(x.device), weight.group)
     op = "int4_gated_linear_many" if gated else "int4_linear_many"
     exact = (weight.outputs, weight.width, weight.group, int(weight.zeros is not None))
@@ -99,6 +115,12 @@ def _many_config(x: Tensor, weight: Int4Weight, gated: bool) -> Int4TiledConfig:
 def _suits_tma(x: Tensor) -> bool:
     is_aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x.shape[0] <= MOST_ROWS and is_aligned and gpu_of(x.device).has_tma
+
+
+def _suits_tiles(x: Tensor) -> bool:
+    """Whether the kernel for many rows is the fastest, if FEW_ROWS or fewer."""
+    is_16_bit = x.dtype in (torch.bfloat16, torch.float16)
+    return x.shape[0] >= FEWEST_TILED_ROWS and is_16_bit and gpu_of(x.device).has_wgmma and _suits_tma(x)
 
 
 # Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
@@ -113,9 +135,10 @@ def int4_linear_many(
     weight = Int4Weight(packed, scales, zeros)
     if x.device.type == "cpu":
         return int4_linear_reference(x, weight, bias)
-    if suits_warps(x, weight, gated=False):
+    tiled = _suits_tiles(x)
+    if not tiled and suits_warps(x, weight, gated=False):
         return int4_linear_warp(x, weight, bias)
-    if x.shape[0] <= FEW_ROWS:
+    if not tiled and x.shape[0] <= FEW_ROWS:
         return int4_linear_few(x, weight, bias)
     if _suits_tma(x):
         return int4_linear_many_with(x, weight, bias, config=_many_config(x, weight, False))
@@ -135,9 +158,10 @@ def int4_gated_linear_many(x: Tensor, packed: Tensor, scales: Tensor, zeros: Ten
     weight = Int4Weight(packed, scales, zeros)
     if x.device.type == "cpu":
         return int4_gated_linear_reference(x, weight)
-    if suits_warps(x, weight, gated=True):
+    tiled = _suits_tiles(x)
+    if not tiled and suits_warps(x, weight, gated=True):
         return int4_gated_linear_warp(x, weight)
-    if x.shape[0] <= FEW_ROWS:
+    if not tiled and x.shape[0] <= FEW_ROWS:
         return int4_gated_linear_few(x, weight)
     if _suits_tma(x):
         return int4_gated_linear_many_with(x, weight, config=_many_config(x, weight, True))

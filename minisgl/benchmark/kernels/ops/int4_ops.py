@@ -92,7 +92,7 @@ def many_rows_candidates(
     """
     if not gpu.has_tma or rows > MOST_ROWS:
         return []
-    narrow = max(16, next_power_of_2(min(rows, 256)))
+    narrow = 64 if 64 < rows <= 96 else max(16, next_power_of_2(min(rows, 256)))
     tiles = [(narrow, 64, 4), (narrow, 128, 8), (narrow, 128, 4)]
     if narrow > 128:
         tiles += [(128, 64, 4), (128, 128, 8)]

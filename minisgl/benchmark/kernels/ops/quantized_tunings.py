@@ -36,7 +36,7 @@ from triton_kernels.silu_mul import silu_mul
 FP8_ROWS = (64, 128, 192, 256, 4096)
 BLOCKS_ROWS = (16, *FP8_ROWS)
 """Plain layers with scales of blocks have this kernel for any number of rows."""
-INT4_ROWS = (64, 128, 256)
+INT4_ROWS = (16, 32, 64, 96, 128, 256)
 CPU_OUTPUTS, CPU_WIDTH = 256, 128
 """The corner of a matrix that Triton's interpreter computes."""
 
