@@ -197,7 +197,7 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
             yield Launch(f"{name}, {rows} in warps", call, rows == 8 and not gated)
         if gpu.has_tma:
             results = outputs // 2 if gated else outputs
-            for rows in (64, 256):
+            for rows in (16, 32, 64, 256) if gpu.has_wgmma else (64, 256):
                 config = int4_linear.default_int4_tiled_config(results, rows, gated, gpu, group)
                 many = int4_linear_many.int4_linear_many_with
                 if gated:

@@ -7,8 +7,9 @@ M rows, N outputs, K inputs, F = N / 2. The weight is as quantize_int4.py says, 
 in float32, `round` to the dtype of x.
 
 int4_linear_warp.py serves up to 16 rows of bfloat16, int4_linear_few.py up to FEW_ROWS, and on GPUs with TMA
-int4_linear_many.py up to MOST_ROWS; on Hopper it does so from FEWEST_TILED_ROWS on. Beyond, the weight is made
-16-bit numbers, which torch multiplies: that takes 2*N*K bytes of memory for a moment.
+int4_linear_many.py up to MOST_ROWS; on Hopper the latter begins with 17 rows, with groups of 128 without zero
+points with 9. Beyond, the weight is made 16-bit numbers, which torch multiplies: that takes 2*N*K bytes of
+memory for a moment.
 """
 
 import torch
@@ -32,9 +33,8 @@ from triton_kernels.silu_mul import silu_mul_reference
 from triton_kernels.tuning import tuned
 
 MOST_ROWS = 512
-FEWEST_TILED_ROWS = 9
-"""From so many rows on Hopper's matrix instruction is faster, although a tile has 16 rows or more."""
 _BETWEEN = 96
+"""A size between two powers of two that has configurations of its own."""
 
 
 def shared_bytes_of_numbers(weight_rows: int) -> int:
@@ -67,8 +67,7 @@ def default_int4_tiled_config(
         num_outputs: outputs per row: N, or N / 2 if `gated`.
         rows: as `_size_of` gives it.
     """
-    if rows == _BETWEEN:
-        rows = 64
+    rows = next_power_of_2(rows)
     if not gpu.multiplies_from_shared:
         block_m, block_n, warps = max(16, min(rows, 128)), 64, 4
         if num_outputs > 8192 and not gated:
@@ -97,8 +96,8 @@ def default_int4_tiled_config(
 def _size_of(rows: int) -> int:
     """The number of rows, of those that are tuned, whose configuration serves `rows`: a power of two, or 96.
 
-    Up to 96 rows take two tiles of 64, which share rows: a tile of 128 would be filled with zeros, and that
-    takes the copy engine longer than rows do.
+    Up to 96 rows may take two tiles of 64, which share rows. A tile of 128 would be filled with zeros, and
+    that takes the copy engine longer than rows do.
     """
     return _BETWEEN if 64 < rows <= _BETWEEN else next_power_of_2(rows)
 
@@ -117,10 +116,14 @@ def _suits_tma(x: Tensor) -> bool:
     return x.shape[0] <= MOST_ROWS and is_aligned and gpu_of(x.device).has_tma
 
 
-def _suits_tiles(x: Tensor) -> bool:
-    """Whether the kernel for many rows is the fastest, if FEW_ROWS or fewer."""
+def _suits_tiles(x: Tensor, weight: Int4Weight) -> bool:
+    """Whether the kernel for many rows is faster than those for few, as it was on an H200.
+
+    Other groups than 128, and zero points, take it more instructions for each weight, so it needs more rows.
+    """
+    fewest = 9 if weight.group == BLOCK and weight.zeros is None else 17
     is_16_bit = x.dtype in (torch.bfloat16, torch.float16)
-    return x.shape[0] >= FEWEST_TILED_ROWS and is_16_bit and gpu_of(x.device).has_wgmma and _suits_tma(x)
+    return x.shape[0] >= fewest and is_16_bit and gpu_of(x.device).has_wgmma and _suits_tma(x)
 
 
 # Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
@@ -135,11 +138,11 @@ def int4_linear_many(
     weight = Int4Weight(packed, scales, zeros)
     if x.device.type == "cpu":
         return int4_linear_reference(x, weight, bias)
-    tiled = _suits_tiles(x)
-    if not tiled and suits_warps(x, weight, gated=False):
-        return int4_linear_warp(x, weight, bias)
-    if not tiled and x.shape[0] <= FEW_ROWS:
-        return int4_linear_few(x, weight, bias)
+    if not _suits_tiles(x, weight):
+        if suits_warps(x, weight, gated=False):
+            return int4_linear_warp(x, weight, bias)
+        if x.shape[0] <= FEW_ROWS:
+            return int4_linear_few(x, weight, bias)
     if _suits_tma(x):
         return int4_linear_many_with(x, weight, bias, config=_many_config(x, weight, False))
     return int4_linear_many_with(x, weight, bias, config=DEQUANTIZED)
@@ -158,11 +161,11 @@ def int4_gated_linear_many(x: Tensor, packed: Tensor, scales: Tensor, zeros: Ten
     weight = Int4Weight(packed, scales, zeros)
     if x.device.type == "cpu":
         return int4_gated_linear_reference(x, weight)
-    tiled = _suits_tiles(x)
-    if not tiled and suits_warps(x, weight, gated=True):
-        return int4_gated_linear_warp(x, weight)
-    if not tiled and x.shape[0] <= FEW_ROWS:
-        return int4_gated_linear_few(x, weight)
+    if not _suits_tiles(x, weight):
+        if suits_warps(x, weight, gated=True):
+            return int4_gated_linear_warp(x, weight)
+        if x.shape[0] <= FEW_ROWS:
+            return int4_gated_linear_few(x, weight)
     if _suits_tma(x):
         return int4_gated_linear_many_with(x, weight, config=_many_config(x, weight, True))
     return int4_gated_linear_many_with(x, weight, config=DEQUANTIZED)

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from tests.triton_kernels.int4_layer import assert_close, layer
+from triton_kernels import int4_linear as int4_linear_module
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import (
     MOST_ROWS,
+    _size_of,
+    _suits_tiles,
     default_int4_tiled_config,
     int4_gated_linear,
     int4_gated_linear_many,
@@ -76,10 +79,32 @@ def test_they_are_ops_of_a_compiled_graph_for_any_number_of_rows():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize(
+    ("group", "zero_points", "most_by_warps"), [(128, False, 8), (128, True, 16), (32, False, 16)]
+)
+def test_on_hopper_tiles_serve_from_the_rows_on_where_they_are_faster(
+    group, zero_points, most_by_warps, monkeypatch
+):
+    monkeypatch.setattr(int4_linear_module, "gpu_of", lambda device: H200)
+    for rows in (1, 8, 9, 16, 17, 32):
+        one = layer((rows, 64, 128), group, zero_points, "cpu")
+        x = one.x.bfloat16().contiguous()
+        assert _suits_tiles(x, one.weight) == (rows > most_by_warps)
+        assert not _suits_tiles(x.float(), one.weight)
+    monkeypatch.setattr(int4_linear_module, "gpu_of", lambda device: H200._replace(capability=(12, 0)))
+    assert not _suits_tiles(x, one.weight)
+
+
+def test_65_to_96_rows_have_a_size_of_their_own():
+    assert [_size_of(rows) for rows in (1, 9, 16, 17, 64, 65, 96, 97, 128, 129)] == [
+        1, 16, 16, 32, 64, 96, 96, 128, 128, 256,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_default_configuration_fits_into_shared_memory_and_registers(gated):
     for outputs in (1024, 4096, 14336, 151936):
-        for rows in (32, 64, 128, 256, 512):
+        for rows in (16, 32, 64, 96, 128, 256, 512):
             config = default_int4_tiled_config(outputs, rows, gated, H200)
             weight_rows = config.block_n * (2 if gated and config.fused else 1)
             assert config.num_stages >= 2
