@@ -5,9 +5,10 @@ import torch
 
 from tests.triton_kernels.int4_layer import assert_close, layer
 from triton_kernels import int4_linear as int4_linear_module
-from triton_kernels.gpu import Gpu
+from triton_kernels.gpu import ELSEWHERE, Gpu
 from triton_kernels.int4_linear import (
     MOST_ROWS,
+    _many_config,
     _size_of,
     _suits_tiles,
     default_int4_tiled_config,
@@ -19,6 +20,7 @@ from triton_kernels.int4_linear import (
 )
 from triton_kernels.int4_linear_many import (
     DEQUANTIZED,
+    Int4TiledConfig,
     int4_gated_linear_many_with,
     int4_linear_many_with,
 )
@@ -29,7 +31,7 @@ H200 = Gpu((9, 0), 227 << 10, 132)
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
-@pytest.mark.parametrize("rows", [3, 20, 80, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [3, 12, 20, 80, MOST_ROWS + 1])
 def test_the_layers_yield_the_products_of_the_dequantized_numbers(rows, zero_points, device):
     one = layer((rows, 144, 256), 128, zero_points, device)
     assert_close(int4_linear(one.x, one.weight, one.bias), one.expected(one.bias))
@@ -80,19 +82,33 @@ def test_they_are_ops_of_a_compiled_graph_for_any_number_of_rows():
 
 
 @pytest.mark.parametrize(
-    ("group", "zero_points", "most_by_warps"), [(128, False, 8), (128, True, 16), (32, False, 16)]
+    ("outputs", "group", "zero_points", "last_by_others"),
+    [(1 << 17, 128, False, 8), (1 << 17, 128, True, 16), (1 << 17, 32, False, 16), (64, 128, False, 16)],
 )
 def test_on_hopper_tiles_serve_from_the_rows_on_where_they_are_faster(
-    group, zero_points, most_by_warps, monkeypatch
+    outputs, group, zero_points, last_by_others, monkeypatch
 ):
     monkeypatch.setattr(int4_linear_module, "gpu_of", lambda device: H200)
+    packed = torch.empty((1, outputs, BLOCK_BYTES), dtype=torch.uint8, device="meta")
+    scales = torch.empty((128 // group, outputs), dtype=torch.bfloat16, device="meta")
+    weight = Int4Weight(packed, scales, scales if zero_points else None)
     for rows in (1, 8, 9, 16, 17, 32):
-        one = layer((rows, 64, 128), group, zero_points, "cpu")
-        x = one.x.bfloat16().contiguous()
-        assert _suits_tiles(x, one.weight) == (rows > most_by_warps)
-        assert not _suits_tiles(x.float(), one.weight)
+        x = torch.zeros((rows, 128), dtype=torch.bfloat16)
+        assert _suits_tiles(x, weight) == (rows > last_by_others)
+        assert not _suits_tiles(x.float(), weight)
     monkeypatch.setattr(int4_linear_module, "gpu_of", lambda device: H200._replace(capability=(12, 0)))
-    assert not _suits_tiles(x, one.weight)
+    assert not _suits_tiles(x, weight)
+
+
+def test_a_table_without_choices_for_few_rows_does_not_decide_them(monkeypatch):
+    for_64_rows = Int4TiledConfig(64, 128, 8, 4)
+    one = layer((40, 64, 128), 128, False, "cpu")
+    for found in (for_64_rows, DEQUANTIZED):
+        monkeypatch.setattr(int4_linear_module, "tuned", lambda *_, _found=found, **__: _found)
+        for rows in (9, 20):
+            chosen = _many_config(one.x[:rows], one.weight, False)
+            assert chosen == default_int4_tiled_config(64, _size_of(rows), False, ELSEWHERE)
+        assert _many_config(one.x, one.weight, False) == found
 
 
 def test_65_to_96_rows_have_a_size_of_their_own():
