@@ -32,10 +32,10 @@ from triton_kernels.silu_mul import silu_mul_reference
 from triton_kernels.tuning import tuned
 
 MOST_ROWS = 512
+TWO_TILES = 96
+"""A tuned number of rows between two powers of two: up to so many may take two tiles of 64."""
 _LARGE = 4096 * 4096
-"""Weights from which 9 rows are enough for the kernel for many."""
-_BETWEEN = 96
-"""A size between two powers of two that has configurations of its own."""
+"""Numbers of a weight from which on the kernel for many rows is the faster one from 9 rows on."""
 
 
 def shared_bytes_of_numbers(weight_rows: int) -> int:
@@ -97,10 +97,10 @@ def default_int4_tiled_config(
 def _size_of(rows: int) -> int:
     """The number of rows, of those that are tuned, whose configuration serves `rows`: a power of two, or 96.
 
-    Up to 96 rows may take two tiles of 64, which share rows. A tile of 128 would be filled with zeros, and
-    that takes the copy engine longer than rows do.
+    Two tiles of 64 share rows. One of 128 would be filled with zeros, and that takes the copy engine longer
+    than rows do.
     """
-    return _BETWEEN if 64 < rows <= _BETWEEN else next_power_of_2(rows)
+    return TWO_TILES if 64 < rows <= TWO_TILES else next_power_of_2(rows)
 
 
 def _many_config(x: Tensor, weight: Int4Weight, gated: bool) -> Int4TiledConfig:
@@ -111,7 +111,7 @@ def _many_config(x: Tensor, weight: Int4Weight, gated: bool) -> Int4TiledConfig:
     exact = (weight.outputs, weight.width, weight.group, int(weight.zeros is not None))
     config = tuned(default, op, x.device, x.dtype, exact=exact, near=(), size=size)
     # A table from before so few rows were tuned has a choice for 64.
-    return default if size <= FEW_ROWS and config.block_m not in (16, size) else config
+    return default if size <= FEW_ROWS and config.block_m != size else config
 
 
 def _suits_tma(x: Tensor) -> bool:

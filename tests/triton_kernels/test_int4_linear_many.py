@@ -13,12 +13,8 @@ from triton_kernels.int4_linear_many import (
 # Rows, outputs, width, group, zero points and a configuration; few, because each is compiled anew on a GPU.
 CASES = [
     ((17, 48, 256), 128, False, Int4TiledConfig(16, 64, 4, 2)),
-    (
-        (9, 144, 128),
-        128,
-        False,
-        Int4TiledConfig(16, 64, 4, 3, splits=4, scale_sums=True),
-    ),  # three add nothing
+    # Three of four splits have nothing to add.
+    ((9, 144, 128), 128, False, Int4TiledConfig(16, 64, 4, 3, splits=4, scale_sums=True)),
     ((33, 130, 640), 128, True, Int4TiledConfig(32, 64, 4, 3, splits=3, scale_sums=True)),
     ((70, 100, 256), 64, True, Int4TiledConfig(64, 128, 4, 2)),
     ((33, 130, 384), 32, False, Int4TiledConfig(32, 64, 4, 2, splits=2)),

@@ -13,6 +13,7 @@ from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, r
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import (
     MOST_ROWS,
+    TWO_TILES,
     int4_gated_linear_reference,
     int4_linear_reference,
     shared_bytes_of_numbers,
@@ -92,7 +93,7 @@ def many_rows_candidates(
     """
     if not gpu.has_tma or rows > MOST_ROWS:
         return []
-    narrow = 64 if 64 < rows <= 96 else max(16, next_power_of_2(min(rows, 256)))
+    narrow = 64 if rows == TWO_TILES else max(16, next_power_of_2(min(rows, 256)))
     tiles = [(narrow, 64, 4), (narrow, 128, 8), (narrow, 128, 4)]
     if narrow > 128:
         tiles += [(128, 64, 4), (128, 128, 8)]
