@@ -22,6 +22,7 @@ from triton_kernels import (
     fused_moe,
     gated_delta,
     gated_delta_decode,
+    gated_delta_decode_hopper,
     gated_delta_prefill,
     linear_few,
     linear_many,
@@ -73,7 +74,7 @@ def launches(gpu: Gpu) -> Iterator[Launch]:
     yield from _rope_and_decode()
     yield from _prefill(gpu)
     yield from _experts()
-    yield from _linear_attention()
+    yield from _linear_attention(gpu)
     for dtype in (BF16, F32):
         columns = (empty(64, dtype=F32), ints(64), empty(64, dtype=F32), empty(64, dtype=F32))
         arguments = (empty(64, 128256, dtype=dtype), *columns, empty(64, dtype=torch.int64), ints(64))
@@ -315,9 +316,14 @@ def delta_arguments(
     return projected[:, : channels + values], projected[:, channels + values :], weights, states
 
 
-def _linear_attention() -> Iterator[Launch]:
+def _linear_attention(gpu: Gpu) -> Iterator[Launch]:
     """Qwen3.5-35B-A3B's heads."""
     shape = (16, 32, 128)
+    if gpu.is_hopper:
+        for dtype in (BF16, F16):
+            arguments = (*delta_arguments(64, *shape, dtype), ints(64), ints(64), 1e-6)
+            hopper = functools.partial(gated_delta_decode_hopper.gated_delta_decode_hopper, *arguments)
+            yield Launch(f"delta_decode hopper 16/32/128 {dtype}", hopper, dtype == BF16)
     for dtype in (BF16, F32):
         for rows in (1, 64):
             arguments = (*delta_arguments(rows, *shape, dtype), ints(rows), ints(rows), 1e-6)

@@ -27,6 +27,7 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_fp8_linear_kernel": None,
     "_fp8_split_linear_kernel": None,
     "_fp8_tiled_kernel": None,
+    "_gated_delta_decode_hopper_kernel": None,
     "_gated_delta_decode_kernel": None,
     "_int4_linear_kernel": None,
     "_int4_tiled_kernel": None,

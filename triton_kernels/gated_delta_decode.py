@@ -4,7 +4,8 @@ gated_delta.py has the formulas and the shape letters. Everything between the la
 launch: convolution, normalisation of q and k, gates, delta rule, gated norm. A program is one value head of a
 row, whose state S of D x E numbers stays in registers. It loads the state before the projections' kernel has
 ended, as early_start.py allows: no kernel of the step has written it. S k and S q are summed together; what
-the step adds to S k^T q is then known without S.
+the step adds to S k^T q is then known without S. On Hopper GPUs gated_delta_decode_hopper.py runs the calls
+that it takes: there a program copies one state while it computes another.
 
 D and E are powers of two from 16 to 128, columns of a row lie next to each other, rows may be strided. Rows
 whose id is the last line are padding: they touch no state, and yield zeros.
@@ -22,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.early_start import after_predecessor, can_start_early, fetch_into_l2
+from triton_kernels.early_start import after_predecessor, can_start_early
 from triton_kernels.gated_delta import QK_EPS, TAPS, DeltaStates, DeltaWeights, gated_delta_decode_cpu
+from triton_kernels.gated_delta_decode_hopper import gated_delta_decode_hopper, takes
 from triton_kernels.gated_delta_ends import softplus
-from triton_kernels.gpu import num_multiprocessors
 from triton_kernels.tuning import tuned
 
 
@@ -44,8 +45,7 @@ def default_delta_decode_config(key_dim: int, value_dim: int) -> DeltaDecodeConf
 
 
 MANY_PROGRAMS = 1024
-"""From so many on, programs of 16-bit inputs have FEW_REGISTERS. From Hopper on, whose L2 has room for it,
-they fetch a later program's state into L2."""
+"""From so many on, programs of 16-bit inputs have FEW_REGISTERS."""
 FEW_REGISTERS = 168
 """For each thread: three programs of 128 threads share a multiprocessor instead of two, and what does not fit
 waits in L1."""
@@ -79,7 +79,6 @@ def _gated_delta_decode_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     TAPS: tl.constexpr,
-    FETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     C: tl.constexpr = 2 * K * D + V * E
@@ -121,15 +120,6 @@ def _gated_delta_decode_kernel(
     state_at = d[:, None] * E + e[None, :]
     has_state = is_real & (position > 0)
     state = tl.load(states + state_at, mask=has_state, other=0.0, eviction_policy="evict_first")
-
-    if FETCH > 0:
-        # Memory goes on reading while the programs that run now compute and store.
-        later = row * V + head + FETCH
-        exists = later < tl.num_programs(1) * V
-        later_line = tl.load(row_ids_ptr + later // V, mask=exists, other=0).to(tl.int64)
-        later_states = state_ptr + (later_line * V + later % V) * (D * E)
-        # Behind the last program none comes: its own state again.
-        fetch_into_l2(tl.where(exists, later_states, states) + tl.arange(0, D * E // 32) * 32)
 
     row = after_predecessor(row, EARLY).to(tl.int64)
     x = x_ptr + row * x_stride
@@ -176,7 +166,9 @@ def gated_delta_decode_triton(
     eps: float,
     config: DeltaDecodeConfig | None = None,
 ) -> Tensor:
-    """Launch the kernel on any device."""
+    """Launch a kernel on any device: without a configuration Hopper's, if it takes the call."""
+    if config is None and takes(qkvz, weights, states):
+        return gated_delta_decode_hopper(qkvz, ba, weights, states, row_ids, context_len, eps)
     num_lines, num_value_heads, key_dim, value_dim = states.recurrent.shape
     num_key_heads = (states.conv.shape[2] - num_value_heads * value_dim) // (2 * key_dim)
     if config is None:
@@ -198,7 +190,6 @@ def gated_delta_decode_triton(
         and qkvz.element_size() == 2  # of 32 bits, too much does not fit
         and qkvz.device.type != "cpu"
     )
-    early = can_start_early(qkvz.device)
     _gated_delta_decode_kernel[(num_value_heads, num_rows)](
         qkvz,
         ba,
@@ -221,8 +212,7 @@ def gated_delta_decode_triton(
         key_dim,
         value_dim,
         TAPS,
-        num_multiprocessors(qkvz.device) if crowded and early else 0,
-        early,
+        can_start_early(qkvz.device),
         num_warps=config.num_warps,
         **({"maxnreg": FEW_REGISTERS} if crowded else {}),
     )

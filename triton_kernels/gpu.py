@@ -42,9 +42,14 @@ class Gpu(NamedTuple):
         return self.capability >= (9, 0)
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether it runs kernels that are made for a Hopper's registers, shared memory and speed."""
+        return self.capability == (9, 0)
+
+    @property
     def has_wgmma(self) -> bool:
         """Whether it has Hopper's matrix instructions, which later GPUs do not have."""
-        return self.capability == (9, 0)
+        return self.is_hopper
 
     @property
     def multiplies_from_shared(self) -> bool:

@@ -30,6 +30,7 @@ FP8_KERNELS = {
     "_pairs_down_fp8_kernel",
 }
 """Only GPUs that have FP8 run them."""
+HOPPER_KERNELS = {"_paged_prefill_hopper_kernel", "_gated_delta_decode_hopper_kernel"}
 TALL_KERNELS = {
     "_paged_prefill_kernel",
     "_paged_prefill_hopper_kernel",
@@ -91,6 +92,7 @@ KERNELS = MULTIPLYING | {
     "_rms_norm_fp8_kernel",
     "_dequantize_int4_kernel",
     "_int4_warp_kernel",
+    "_gated_delta_decode_hopper_kernel",
     "_gated_delta_decode_kernel",
     "_delta_convolve_kernel",
     "_delta_solve_kernel",
@@ -103,6 +105,7 @@ LOAD_EARLY = {
     "_add_rms_norm_kernel": "its weight",
     "_all_reduce_kernel": "its weight",
     "_int4_warp_kernel": "its weight",
+    "_gated_delta_decode_hopper_kernel": "the step's rows and lengths, their states, weights",
     "_gated_delta_decode_kernel": "the step's rows and lengths, their states, weights",
     "_enter_mixture_kernel": "weights",
     "_leave_mixture_kernel": "weights",
@@ -160,7 +163,7 @@ def test_every_kernel_compiles_for_every_gpu_within_its_shared_memory_and_regist
     compute = int(target.removeprefix("sm_"))
     kernels = KERNELS if compute >= 90 else KERNELS - TMA_KERNELS
     kernels = kernels if compute >= 89 else kernels - FP8_KERNELS
-    kernels = kernels if compute == 90 else kernels - {"_paged_prefill_hopper_kernel"}
+    kernels = kernels if compute == 90 else kernels - HOPPER_KERNELS
     assert {line["kernel"] for line in compiled} == kernels
     for line in compiled:
         assert line["bare_fp8"] == 0, f"rounds to FP8 without as_fp8: {line}"

@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_layer import DeltaLayer, clone, int32
+from delta_layer import NAN, DeltaLayer, clone, int32
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNormGated,
     torch_recurrent_gated_delta_rule,
 )
 
+from triton_kernels import gated_delta_decode_hopper as hopper
 from triton_kernels.gated_delta import (
     DeltaStates,
     DeltaWeights,
@@ -279,6 +280,72 @@ def test_a_row_decodes_as_it_does_alone(device: str) -> None:
         one.normal_(0.0, 0.1)
     alone = clone(states)
     ids, lengths = int32([*range(count)], device), int32([5 + r for r in range(count)], device)
+    together = gated_delta_decode_triton(qkvz, ba, weights, states, ids, lengths, EPS)
+    for r in (0, count // 2, count - 1):
+        one = slice(r, r + 1)
+        found = gated_delta_decode_triton(qkvz[one], ba[one], weights, alone, ids[one], lengths[one], EPS)
+        assert torch.equal(found[0], together[r])
+        assert torch.equal(alone.recurrent[r], states.recurrent[r])
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "count"), [(2, 6, 1), (1, 1, 7), (16, 32, 5), (16, 48, 40)]
+)
+def test_hopper_decode_equals_the_reference(
+    key_heads: int, value_heads: int, count: int, dtype: torch.dtype
+) -> None:
+    """Programs with one tile and with several, rows of 1 to 6 tokens, padding between them."""
+    layer = DeltaLayer(key_heads, value_heads, hopper.HEAD_DIM, hopper.HEAD_DIM)
+    weights = layer.weights(dtype, "cuda")
+    states = layer.states(count + 4, dtype, "cuda")
+    doubled = DeltaWeights(*(one.double() for one in weights))
+    torch.manual_seed(count)
+    lines = torch.randperm(count + 3)[:count].tolist()
+    padding = count + 3
+    begin = [1 + i % 3 for i in range(count)]
+    for line, length in zip(lines, begin, strict=True):  # what older tokens left behind
+        for position in range(length - 1):
+            states.conv[line, position].normal_()
+        if length > 1:
+            states.recurrent[line].normal_(0.0, 0.1)
+    expected = DeltaStates(*(one.double() for one in states))
+    for step in range(4):
+        qkvz, ba = (one.contiguous() for one in layer.inputs(2 * count, dtype, "cuda", step))
+        qkvz[1::2], ba[1::2] = NAN, NAN
+        ids = int32([line for one in lines for line in (one, padding)], "cuda")
+        lengths = int32([n for one in begin for n in (one + step, 1)], "cuda")
+        assert hopper.takes(qkvz, weights, states)
+        found = hopper.gated_delta_decode_hopper(qkvz, ba, weights, states, ids, lengths, EPS)
+        real = (ids[::2].contiguous(), lengths[::2].contiguous(), int32([*range(count + 1)], "cuda"))
+        wanted = gated_delta_reference(qkvz[::2].double(), ba[::2].double(), doubled, expected, *real, EPS)
+        assert not found[1::2].any()
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3
+        torch.testing.assert_close(found[::2].double(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            states.recurrent.double(), expected.recurrent, atol=1e-5, rtol=1e-5, equal_nan=True
+        )
+        torch.testing.assert_close(states.conv.double(), expected.conv, atol=0, rtol=0, equal_nan=True)
+
+
+@on_hopper
+def test_on_hopper_a_row_decodes_as_it_does_alone() -> None:
+    layer, count = DeltaLayer(16, 32, hopper.HEAD_DIM, hopper.HEAD_DIM), 70
+    weights = layer.weights(torch.bfloat16, "cuda")
+    states = layer.states(count + 1, torch.bfloat16, "cuda")
+    qkvz, ba = (one.contiguous() for one in layer.inputs(count, torch.bfloat16, "cuda"))
+    torch.manual_seed(0)
+    for one in states:
+        one.normal_(0.0, 0.1)
+    alone = clone(states)
+    ids, lengths = int32([*range(count)], "cuda"), int32([5 + r for r in range(count)], "cuda")
+    assert hopper.takes(qkvz, weights, states)
     together = gated_delta_decode_triton(qkvz, ba, weights, states, ids, lengths, EPS)
     for r in (0, count // 2, count - 1):
         one = slice(r, r + 1)

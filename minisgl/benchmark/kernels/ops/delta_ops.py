@@ -20,6 +20,7 @@ from triton_kernels.gated_delta_decode import (
     default_delta_decode_config,
     gated_delta_decode_triton,
 )
+from triton_kernels.gated_delta_decode_hopper import HEAD_DIM
 from triton_kernels.gated_delta_prefill import (
     DeltaPrefillConfig,
     default_delta_prefill_config,
@@ -114,6 +115,12 @@ def _small(shape: ModelShape) -> ModelShape:
     return shape._replace(linear_key_heads=1, linear_value_heads=2, linear_head_dim=16)
 
 
+def _decode_candidates(shape: ModelShape, size: int, gpu: Gpu) -> list[DeltaDecodeConfig]:
+    if gpu.is_hopper and shape.linear_head_dim == HEAD_DIM:
+        return []  # gated_delta_decode_hopper.py runs them, which has one configuration
+    return [DeltaDecodeConfig(warps) for warps in (4, 8, 16)]
+
+
 def _prefill_candidates(shape: ModelShape, size: int, gpu: Gpu) -> list[DeltaPrefillConfig]:
     dim = shape.linear_head_dim
     default = default_delta_prefill_config(dim, dim, 2, gpu)
@@ -154,7 +161,7 @@ GATED_DELTA_DECODE = KernelOp(
         default=lambda shape, size, element, gpu: default_delta_decode_config(
             shape.linear_head_dim, shape.linear_head_dim
         ),
-        candidates=lambda shape, size, gpu: [DeltaDecodeConfig(warps) for warps in (4, 8, 16)],
+        candidates=_decode_candidates,
         launcher=gated_delta_decode_triton,
         parts=_parts,
     ),

@@ -1,0 +1,308 @@
+"""One decode step of linear attention on Hopper GPUs, for heads of 128 and 16-bit inputs (`takes` checks).
+
+Shape letters, formulas and edge cases are those of gated_delta_decode.py. Written in Gluon, Triton's language
+of explicit layouts.
+
+A tile is one value head of one row. PROGRAMS programs to a multiprocessor go through all tiles. While a
+program computes a tile, whose state is in registers, all that the next tile needs is copied to shared memory:
+its state and, for the columns of its q, k and v, the last TAPS tokens and the convolution's taps. So memory
+goes on reading, which it does not where each program has one tile: there the loads that depend on each other
+and the stores follow one another.
+
+Each warp has some rows of the state, and of each row all columns, four to a thread. What belongs to the
+columns (v, z, the sums over the state's rows, and, as D = E, q and k until they are normalised) is in every
+warp, so that sums over columns need no other warp. Only the sums over the state's rows do.
+
+Cost: as gated_delta_decode.py's.
+"""
+
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
+# another looks like the call that raises outside of a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# Gluon's compile-time values are plain objects to a reader of types, and its tensors are built by them.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from triton_kernels.early_start import after_predecessor_here, can_start_early
+from triton_kernels.gated_delta import QK_EPS, TAPS, DeltaStates, DeltaWeights
+from triton_kernels.gated_delta_ends import softplus
+from triton_kernels.gpu import gpu_of, num_multiprocessors
+
+HEAD_DIM = 128
+"""D and E."""
+PROGRAMS = 2
+"""For each multiprocessor: as many as have room for their registers and shared memory."""
+_WARPS = 4
+_STATE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [_WARPS, 1], [1, 0]))  # of [D, E]
+_WINDOW_LAYOUT = gl.constexpr(gl.BlockedLayout([TAPS, 4], [1, 32], [1, _WARPS], [1, 0]))  # of [TAPS, D]
+_COPIED_WINDOW = gl.constexpr(gl.BlockedLayout([1, 8], [TAPS, 32 // TAPS], [1, _WARPS], [1, 0]))
+_COPIED_TAPS = gl.constexpr(gl.BlockedLayout([2, TAPS], [32, 1], [_WARPS, 1], [1, 0]))  # of [D, TAPS]
+
+# async_load is there since Triton 3.8, without the older name.
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _find(tile, num_tiles, row_ids_ptr, context_len_ptr, last_line, V: gl.constexpr):
+    """A tile's line, its newest token's position, and whether it is there and no padding."""
+    row = gl.minimum(tile, num_tiles - 1) // V
+    line = gl.load(row_ids_ptr + row).to(gl.int64)
+    position = gl.load(context_len_ptr + row) - 1
+    return line, position, (tile < num_tiles) & (line != last_line)
+
+
+# Copies fill what their masks leave out with zeros.
+
+
+@gluon.jit
+def _copy_state(state_s, state_ptr, head, line, has_state, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr):
+    d = gl.arange(0, D, gl.SliceLayout(1, _STATE_LAYOUT))
+    e = gl.arange(0, E, gl.SliceLayout(0, _STATE_LAYOUT))
+    pointers = state_ptr + (line * V + head) * (D * E) + (d[:, None] * E + e[None, :])
+    _copy(state_s, pointers, mask=((d >= 0)[:, None] & (e >= 0)[None, :]) & has_state)
+
+
+@gluon.jit
+def _columns_of(part: gl.constexpr, head, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr):
+    """The first column of the head's q (part 0), k (1) or v (2)."""
+    if part == 2:
+        return 2 * K * D + head * E
+    else:
+        return part * K * D + head // (V // K) * D
+
+
+@gluon.jit
+def _copy_window(
+    window_s, x_ptr, conv_state_ptr, row, head, line, position, is_real, x_stride, OLD: gl.constexpr,
+    NEW: gl.constexpr, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr, TAPS: gl.constexpr,
+):  # fmt: skip
+    """Columns of q, k and v: of the last TAPS tokens but the newest (OLD), and of the newest (NEW)."""
+    C: gl.constexpr = 2 * K * D + V * E
+    t = gl.arange(0, TAPS, gl.SliceLayout(1, _COPIED_WINDOW))
+    i = gl.arange(0, D, gl.SliceLayout(0, _COPIED_WINDOW))
+    is_new = t == TAPS - 1
+    is_old = (t < TAPS - 1) & (position + t >= TAPS - 1)
+    wanted = (is_old & OLD) | (is_new & NEW)
+    mask = (wanted & is_real)[:, None] & (i >= 0)[None, :]
+    entries = conv_state_ptr + line * (TAPS * C) + (position + 1 + t) % TAPS * C
+    tokens = gl.where(is_new, x_ptr + row * x_stride, entries)
+    for part in gl.static_range(3):
+        pointers = tokens[:, None] + (_columns_of(part, head, K, V, D, E) + i)[None, :]
+        _copy(window_s.index(part), pointers, mask=mask)
+
+
+@gluon.jit
+def _copy_taps(
+    taps_s, conv_ptr, head, is_real, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    TAPS: gl.constexpr,
+):  # fmt: skip
+    i = gl.arange(0, D, gl.SliceLayout(1, _COPIED_TAPS))
+    t = gl.arange(0, TAPS, gl.SliceLayout(0, _COPIED_TAPS))
+    mask = ((i >= 0)[:, None] & (t >= 0)[None, :]) & is_real
+    for part in gl.static_range(3):
+        columns = _columns_of(part, head, K, V, D, E) + i
+        _copy(taps_s.index(part), conv_ptr + (columns[:, None] * TAPS + t[None, :]), mask=mask)
+
+
+@gluon.jit
+def _load_rest(
+    x_ptr, ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, x_stride, ba_stride, C: gl.constexpr,
+    V: gl.constexpr, E: gl.constexpr,
+):  # fmt: skip
+    """b, a, a_log and dt_bias of the head, and its z."""
+    e = gl.arange(0, E, gl.SliceLayout(0, _STATE_LAYOUT))
+    b = gl.load(ba_ptr + row * ba_stride + head, mask=is_real, other=0.0)
+    a = gl.load(ba_ptr + row * ba_stride + V + head, mask=is_real, other=0.0)
+    a_log = gl.load(a_log_ptr + head)
+    dt_bias = gl.load(dt_bias_ptr + head)
+    z = gl.load(x_ptr + row * x_stride + C + head * E + e, mask=is_real & (e >= 0), other=0.0)
+    return b, a, a_log, dt_bias, z
+
+
+@gluon.jit
+def _silu(x):
+    return x / (1 + gl.exp(-x))
+
+
+@gluon.jit
+def _convolve(window_s, taps_s, TAPS: gl.constexpr):
+    """Columns behind the convolution, and their newest numbers as they came."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, _STATE_LAYOUT)
+    window = window_s.load(_WINDOW_LAYOUT)
+    taps = taps_s.permute((1, 0)).load(_WINDOW_LAYOUT).to(gl.float32)
+    is_new = gl.arange(0, TAPS, gl.SliceLayout(1, _WINDOW_LAYOUT)) == TAPS - 1
+    newest = gl.sum(gl.where(is_new[:, None], window.to(gl.float32), 0.0), 0)
+    y = gl.convert_layout(gl.sum(window.to(gl.float32) * taps, 0), COLUMNS)
+    return _silu(y), gl.convert_layout(newest, COLUMNS).to(window.dtype)
+
+
+@gluon.jit
+def _add_both(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@gluon.jit
+def _gated_delta_decode_hopper_kernel(
+    x_ptr, ba_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_state_ptr, state_ptr, row_ids_ptr,
+    context_len_ptr, out_ptr, x_stride, ba_stride, last_line, num_tiles, eps: gl.constexpr,
+    qk_eps: gl.constexpr, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    TAPS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    C: gl.constexpr = 2 * K * D + V * E
+    ROWS: gl.constexpr = gl.SliceLayout(1, _STATE_LAYOUT)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, _STATE_LAYOUT)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    state_s = gl.allocate_shared_memory(gl.float32, [D, E], PLAIN)
+    window_s = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [3, TAPS, D], PLAIN)
+    taps_s = gl.allocate_shared_memory(conv_ptr.dtype.element_ty, [3, D, TAPS], PLAIN)
+    q_s = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_s = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    d = gl.arange(0, D, ROWS)
+    e = gl.arange(0, E, COLUMNS)
+    programs = gl.num_programs(0)
+    tile = gl.program_id(0)
+
+    # The first tile: what the step's other kernels do not store, and behind the wait what they do.
+    line, position, is_real = _find(tile, num_tiles, row_ids_ptr, context_len_ptr, last_line, V)
+    _copy_state(state_s, state_ptr, tile % V, line, is_real & (position > 0), V, D, E)
+    _copy_window(
+        window_s, x_ptr, conv_state_ptr, 0, tile % V, line, position, is_real, x_stride, True, False, K, V, D,
+        E, TAPS,
+    )  # fmt: skip
+    _copy_taps(taps_s, conv_ptr, tile % V, is_real, K, V, D, E, TAPS)
+    next_line, next_position, is_next_real = _find(
+        tile + programs, num_tiles, row_ids_ptr, context_len_ptr, last_line, V
+    )
+    norm = gl.load(norm_ptr + e).to(gl.float32)
+    tile = after_predecessor_here(tile, EARLY)
+    head = tile % V
+    row = (tile // V).to(gl.int64)
+    _copy_window(
+        window_s, x_ptr, conv_state_ptr, row, head, line, position, is_real, x_stride, False, True, K, V, D,
+        E, TAPS,
+    )  # fmt: skip
+    async_copy.commit_group()
+    rest = _load_rest(x_ptr, ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, x_stride, ba_stride, C, V, E)
+
+    while tile < num_tiles:
+        async_copy.wait_group(0)
+        tl.debug_barrier()
+        q, new_q = _convolve(window_s.index(0), taps_s.index(0), TAPS)
+        k, new_k = _convolve(window_s.index(1), taps_s.index(1), TAPS)
+        v, new_v = _convolve(window_s.index(2), taps_s.index(2), TAPS)
+        state = state_s.load(_STATE_LAYOUT)
+        b, a, a_log, dt_bias, z = rest
+        states = state_ptr + (line * V + head) * (D * E)
+        entry = conv_state_ptr + line * (TAPS * C) + position % TAPS * C
+        q_column = _columns_of(0, head, K, V, D, E)
+        k_column = _columns_of(1, head, K, V, D, E)
+        v_column = _columns_of(2, head, K, V, D, E)
+        outs = out_ptr + row * (V * E) + head * E
+        writes = is_real
+        writes_key = is_real & (head % (V // K) == 0)
+        tl.debug_barrier()
+
+        # The next tile's copies run while this one is computed.
+        tile += programs
+        head = tile % V
+        row = (tile // V).to(gl.int64)
+        line = next_line
+        position = next_position
+        is_real = is_next_real
+        _copy_state(state_s, state_ptr, head, line, is_real & (position > 0), V, D, E)
+        _copy_window(
+            window_s, x_ptr, conv_state_ptr, row, head, line, position, is_real, x_stride, True, True, K, V,
+            D, E, TAPS,
+        )  # fmt: skip
+        _copy_taps(taps_s, conv_ptr, head, is_real, K, V, D, E, TAPS)
+        async_copy.commit_group()
+        rest = _load_rest(
+            x_ptr, ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, x_stride, ba_stride, C, V, E
+        )
+        next_line, next_position, is_next_real = _find(
+            tile + programs, num_tiles, row_ids_ptr, context_len_ptr, last_line, V
+        )
+
+        q = q * gl.rsqrt(gl.sum(q * q, 0) + qk_eps) * (D**-0.5)
+        k = k * gl.rsqrt(gl.sum(k * k, 0) + qk_eps)
+        q_s.store(q)
+        k_s.store(k)
+        tl.debug_barrier()
+        q_rows = q_s.load(ROWS)[:, None]
+        k_rows = k_s.load(ROWS)[:, None]
+        speed = gl.exp(a_log.to(gl.float32))
+        state = state * gl.exp(-speed * softplus(a.to(gl.float32) + dt_bias.to(gl.float32)))
+        predicted, o = gl.reduce((state * k_rows, state * q_rows), 0, _add_both)
+        change = (v - predicted) / (1 + gl.exp(-b.to(gl.float32)))
+        state = state + k_rows * change[None, :]
+        mask = ((d >= 0)[:, None] & (e >= 0)[None, :]) & writes
+        gl.store(states + (d[:, None] * E + e[None, :]), state, mask=mask)
+        o += gl.sum(k * q, 0) * change
+        o = o * gl.rsqrt(gl.sum(o * o, 0) / E + eps) * norm * _silu(z.to(gl.float32))
+        gl.store(outs + e, gl.where(writes, o, 0.0).to(out_ptr.dtype.element_ty))
+        gl.store(entry + q_column + e, new_q, mask=writes_key & (e >= 0))
+        gl.store(entry + k_column + e, new_k, mask=writes_key & (e >= 0))
+        gl.store(entry + v_column + e, new_v, mask=writes & (e >= 0))
+
+
+def takes(qkvz: Tensor, weights: DeltaWeights, states: DeltaStates) -> bool:
+    """Whether gated_delta_decode_hopper supports this call; reads nothing from the device."""
+    if qkvz.device.type != "cuda" or not gpu_of(qkvz.device).is_hopper:
+        return False
+    return (
+        states.recurrent.shape[2:] == (HEAD_DIM, HEAD_DIM)
+        and qkvz.dtype in (torch.bfloat16, torch.float16)
+        and states.conv.dtype == qkvz.dtype
+        and weights.conv.element_size() == 2
+        and qkvz.stride(0) % 16 == 0
+        and qkvz.data_ptr() % 16 == 0
+    )
+
+
+def gated_delta_decode_hopper(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    states: DeltaStates,
+    row_ids: Tensor,
+    context_len: Tensor,
+    eps: float,
+) -> Tensor:
+    """`gated_delta_decode` of a call that `takes` accepts."""
+    num_lines, num_value_heads, key_dim, value_dim = states.recurrent.shape
+    num_tiles = qkvz.shape[0] * num_value_heads
+    out = torch.empty((qkvz.shape[0], num_value_heads * value_dim), dtype=qkvz.dtype, device=qkvz.device)
+    _gated_delta_decode_hopper_kernel[(min(num_tiles, PROGRAMS * num_multiprocessors(qkvz.device)),)](
+        qkvz,
+        ba,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        weights.norm,
+        states.conv,
+        states.recurrent,
+        row_ids,
+        context_len,
+        out,
+        qkvz.stride(0),
+        ba.stride(0),
+        num_lines - 1,
+        num_tiles,
+        eps,
+        QK_EPS,
+        states.num_key_heads,
+        num_value_heads,
+        key_dim,
+        value_dim,
+        TAPS,
+        can_start_early(qkvz.device),
+        num_warps=_WARPS,
+    )
+    return out
