@@ -43,6 +43,7 @@ _WARPS = 4
 _STATE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [_WARPS, 1], [1, 0]))  # of [D, E]
 _WINDOW_LAYOUT = gl.constexpr(gl.BlockedLayout([TAPS, 4], [1, 32], [1, _WARPS], [1, 0]))  # of [TAPS, D]
 _COPIED_WINDOW = gl.constexpr(gl.BlockedLayout([1, 8], [TAPS, 32 // TAPS], [1, _WARPS], [1, 0]))
+_COPIED_LINE = gl.constexpr(gl.BlockedLayout([8], [32], [_WARPS], [0]))  # of [D]
 _COPIED_TAPS = gl.constexpr(gl.BlockedLayout([2, TAPS], [32, 1], [_WARPS, 1], [1, 0]))  # of [D, TAPS]
 
 # async_load is there since Triton 3.8, without the older name.
@@ -58,7 +59,7 @@ def _find(tile, num_tiles, row_ids_ptr, context_len_ptr, last_line, V: gl.conste
     return line, position, (tile < num_tiles) & (line != last_line)
 
 
-# Copies fill what their masks leave out with zeros.
+# Copies write zeros where their masks leave something out. So no two of them write the same place at a time.
 
 
 @gluon.jit
@@ -79,23 +80,33 @@ def _columns_of(part: gl.constexpr, head, K: gl.constexpr, V: gl.constexpr, D: g
 
 
 @gluon.jit
-def _copy_window(
-    window_s, x_ptr, conv_state_ptr, row, head, line, position, is_real, x_stride, OLD: gl.constexpr,
-    NEW: gl.constexpr, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr, TAPS: gl.constexpr,
+def _copy_older(
+    older_s, conv_state_ptr, head, line, position, is_real, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr,
+    E: gl.constexpr, TAPS: gl.constexpr,
 ):  # fmt: skip
-    """Columns of q, k and v: of the last TAPS tokens but the newest (OLD), and of the newest (NEW)."""
+    """Columns of q, k and v of the last TAPS tokens; zeros for the newest."""
     C: gl.constexpr = 2 * K * D + V * E
     t = gl.arange(0, TAPS, gl.SliceLayout(1, _COPIED_WINDOW))
     i = gl.arange(0, D, gl.SliceLayout(0, _COPIED_WINDOW))
-    is_new = t == TAPS - 1
-    is_old = (t < TAPS - 1) & (position + t >= TAPS - 1)
-    wanted = (is_old & OLD) | (is_new & NEW)
-    mask = (wanted & is_real)[:, None] & (i >= 0)[None, :]
+    is_older = (t < TAPS - 1) & (position + t >= TAPS - 1)
+    mask = (is_older & is_real)[:, None] & (i >= 0)[None, :]
     entries = conv_state_ptr + line * (TAPS * C) + (position + 1 + t) % TAPS * C
-    tokens = gl.where(is_new, x_ptr + row * x_stride, entries)
     for part in gl.static_range(3):
-        pointers = tokens[:, None] + (_columns_of(part, head, K, V, D, E) + i)[None, :]
-        _copy(window_s.index(part), pointers, mask=mask)
+        pointers = entries[:, None] + (_columns_of(part, head, K, V, D, E) + i)[None, :]
+        _copy(older_s.index(part), pointers, mask=mask)
+
+
+@gluon.jit
+def _copy_newest(
+    newest_s, x_ptr, row, head, is_real, x_stride, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr,
+    E: gl.constexpr,
+):  # fmt: skip
+    """Columns of q, k, v and z of the newest token."""
+    i = gl.arange(0, D, _COPIED_LINE)
+    x = x_ptr + row * x_stride
+    for part in gl.static_range(3):
+        _copy(newest_s.index(part), x + _columns_of(part, head, K, V, D, E) + i, mask=is_real & (i >= 0))
+    _copy(newest_s.index(3), x + (2 * K * D + V * E + head * E) + i, mask=is_real & (i >= 0))
 
 
 @gluon.jit
@@ -112,18 +123,11 @@ def _copy_taps(
 
 
 @gluon.jit
-def _load_rest(
-    x_ptr, ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, x_stride, ba_stride, C: gl.constexpr,
-    V: gl.constexpr, E: gl.constexpr,
-):  # fmt: skip
-    """b, a, a_log and dt_bias of the head, and its z."""
-    e = gl.arange(0, E, gl.SliceLayout(0, _STATE_LAYOUT))
+def _load_gates(ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, ba_stride, V: gl.constexpr):
+    """b, a, a_log and dt_bias of the head."""
     b = gl.load(ba_ptr + row * ba_stride + head, mask=is_real, other=0.0)
     a = gl.load(ba_ptr + row * ba_stride + V + head, mask=is_real, other=0.0)
-    a_log = gl.load(a_log_ptr + head)
-    dt_bias = gl.load(dt_bias_ptr + head)
-    z = gl.load(x_ptr + row * x_stride + C + head * E + e, mask=is_real & (e >= 0), other=0.0)
-    return b, a, a_log, dt_bias, z
+    return b, a, gl.load(a_log_ptr + head), gl.load(dt_bias_ptr + head)
 
 
 @gluon.jit
@@ -132,15 +136,14 @@ def _silu(x):
 
 
 @gluon.jit
-def _convolve(window_s, taps_s, TAPS: gl.constexpr):
-    """Columns behind the convolution, and their newest numbers as they came."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, _STATE_LAYOUT)
-    window = window_s.load(_WINDOW_LAYOUT)
+def _convolve(older_s, newest, taps_s, TAPS: gl.constexpr):
+    """Columns behind the convolution and SiLU."""
+    older = older_s.load(_WINDOW_LAYOUT)
     taps = taps_s.permute((1, 0)).load(_WINDOW_LAYOUT).to(gl.float32)
-    is_new = gl.arange(0, TAPS, gl.SliceLayout(1, _WINDOW_LAYOUT)) == TAPS - 1
-    newest = gl.sum(gl.where(is_new[:, None], window.to(gl.float32), 0.0), 0)
-    y = gl.convert_layout(gl.sum(window.to(gl.float32) * taps, 0), COLUMNS)
-    return _silu(y), gl.convert_layout(newest, COLUMNS).to(window.dtype)
+    is_newest = gl.arange(0, TAPS, gl.SliceLayout(1, _WINDOW_LAYOUT)) == TAPS - 1
+    newest = gl.convert_layout(newest, gl.SliceLayout(0, _WINDOW_LAYOUT))
+    window = gl.where(is_newest[:, None], newest[None, :], older).to(gl.float32)
+    return _silu(gl.convert_layout(gl.sum(window * taps, 0), gl.SliceLayout(0, _STATE_LAYOUT)))
 
 
 @gluon.jit
@@ -159,11 +162,13 @@ def _gated_delta_decode_hopper_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, _STATE_LAYOUT)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, _STATE_LAYOUT)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     state_s = gl.allocate_shared_memory(gl.float32, [D, E], PLAIN)
-    window_s = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [3, TAPS, D], PLAIN)
+    older_s = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [3, TAPS, D], PLAIN)
+    newest_s = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [4, D], LINE)
     taps_s = gl.allocate_shared_memory(conv_ptr.dtype.element_ty, [3, D, TAPS], PLAIN)
-    q_s = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_s = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_s = gl.allocate_shared_memory(gl.float32, [D], LINE)
+    k_s = gl.allocate_shared_memory(gl.float32, [D], LINE)
     d = gl.arange(0, D, ROWS)
     e = gl.arange(0, E, COLUMNS)
     programs = gl.num_programs(0)
@@ -172,10 +177,7 @@ def _gated_delta_decode_hopper_kernel(
     # The first tile: what the step's other kernels do not store, and behind the wait what they do.
     line, position, is_real = _find(tile, num_tiles, row_ids_ptr, context_len_ptr, last_line, V)
     _copy_state(state_s, state_ptr, tile % V, line, is_real & (position > 0), V, D, E)
-    _copy_window(
-        window_s, x_ptr, conv_state_ptr, 0, tile % V, line, position, is_real, x_stride, True, False, K, V, D,
-        E, TAPS,
-    )  # fmt: skip
+    _copy_older(older_s, conv_state_ptr, tile % V, line, position, is_real, K, V, D, E, TAPS)
     _copy_taps(taps_s, conv_ptr, tile % V, is_real, K, V, D, E, TAPS)
     next_line, next_position, is_next_real = _find(
         tile + programs, num_tiles, row_ids_ptr, context_len_ptr, last_line, V
@@ -184,21 +186,22 @@ def _gated_delta_decode_hopper_kernel(
     tile = after_predecessor_here(tile, EARLY)
     head = tile % V
     row = (tile // V).to(gl.int64)
-    _copy_window(
-        window_s, x_ptr, conv_state_ptr, row, head, line, position, is_real, x_stride, False, True, K, V, D,
-        E, TAPS,
-    )  # fmt: skip
+    _copy_newest(newest_s, x_ptr, row, head, is_real, x_stride, K, V, D, E)
     async_copy.commit_group()
-    rest = _load_rest(x_ptr, ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, x_stride, ba_stride, C, V, E)
+    gates = _load_gates(ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, ba_stride, V)
 
     while tile < num_tiles:
         async_copy.wait_group(0)
         tl.debug_barrier()
-        q, new_q = _convolve(window_s.index(0), taps_s.index(0), TAPS)
-        k, new_k = _convolve(window_s.index(1), taps_s.index(1), TAPS)
-        v, new_v = _convolve(window_s.index(2), taps_s.index(2), TAPS)
+        new_q = newest_s.index(0).load(COLUMNS)
+        new_k = newest_s.index(1).load(COLUMNS)
+        new_v = newest_s.index(2).load(COLUMNS)
+        z = newest_s.index(3).load(COLUMNS).to(gl.float32)
+        q = _convolve(older_s.index(0), new_q, taps_s.index(0), TAPS)
+        k = _convolve(older_s.index(1), new_k, taps_s.index(1), TAPS)
+        v = _convolve(older_s.index(2), new_v, taps_s.index(2), TAPS)
         state = state_s.load(_STATE_LAYOUT)
-        b, a, a_log, dt_bias, z = rest
+        b, a, a_log, dt_bias = gates
         states = state_ptr + (line * V + head) * (D * E)
         entry = conv_state_ptr + line * (TAPS * C) + position % TAPS * C
         q_column = _columns_of(0, head, K, V, D, E)
@@ -217,15 +220,11 @@ def _gated_delta_decode_hopper_kernel(
         position = next_position
         is_real = is_next_real
         _copy_state(state_s, state_ptr, head, line, is_real & (position > 0), V, D, E)
-        _copy_window(
-            window_s, x_ptr, conv_state_ptr, row, head, line, position, is_real, x_stride, True, True, K, V,
-            D, E, TAPS,
-        )  # fmt: skip
+        _copy_older(older_s, conv_state_ptr, head, line, position, is_real, K, V, D, E, TAPS)
+        _copy_newest(newest_s, x_ptr, row, head, is_real, x_stride, K, V, D, E)
         _copy_taps(taps_s, conv_ptr, head, is_real, K, V, D, E, TAPS)
         async_copy.commit_group()
-        rest = _load_rest(
-            x_ptr, ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, x_stride, ba_stride, C, V, E
-        )
+        gates = _load_gates(ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, ba_stride, V)
         next_line, next_position, is_next_real = _find(
             tile + programs, num_tiles, row_ids_ptr, context_len_ptr, last_line, V
         )
@@ -245,7 +244,7 @@ def _gated_delta_decode_hopper_kernel(
         mask = ((d >= 0)[:, None] & (e >= 0)[None, :]) & writes
         gl.store(states + (d[:, None] * E + e[None, :]), state, mask=mask)
         o += gl.sum(k * q, 0) * change
-        o = o * gl.rsqrt(gl.sum(o * o, 0) / E + eps) * norm * _silu(z.to(gl.float32))
+        o = o * gl.rsqrt(gl.sum(o * o, 0) / E + eps) * norm * _silu(z)
         gl.store(outs + e, gl.where(writes, o, 0.0).to(out_ptr.dtype.element_ty))
         gl.store(entry + q_column + e, new_q, mask=writes_key & (e >= 0))
         gl.store(entry + k_column + e, new_k, mask=writes_key & (e >= 0))
