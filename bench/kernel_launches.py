@@ -320,10 +320,10 @@ def _linear_attention(gpu: Gpu) -> Iterator[Launch]:
     """Qwen3.5-35B-A3B's heads."""
     shape = (16, 32, 128)
     if gpu.is_hopper:
-        for dtype in (BF16, F16):
-            arguments = (*delta_arguments(64, *shape, dtype), ints(64), ints(64), 1e-6)
+        for dtype, rows in ((BF16, 64), (BF16, 1), (F16, 64)):
+            arguments = (*delta_arguments(rows, *shape, dtype), ints(rows), ints(rows), 1e-6)
             hopper = functools.partial(gated_delta_decode_hopper.gated_delta_decode_hopper, *arguments)
-            yield Launch(f"delta_decode hopper 16/32/128 {dtype}", hopper, dtype == BF16)
+            yield Launch(f"delta_decode hopper 16/32/128 {dtype}, {rows} rows", hopper)
     for dtype in (BF16, F32):
         for rows in (1, 64):
             arguments = (*delta_arguments(rows, *shape, dtype), ints(rows), ints(rows), 1e-6)

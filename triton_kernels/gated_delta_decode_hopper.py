@@ -7,7 +7,8 @@ A tile is one value head of one row. PROGRAMS programs to a multiprocessor go th
 program computes a tile, whose state is in registers, all that the next tile needs is copied to shared memory:
 its state and, for the columns of its q, k and v, the last TAPS tokens and the convolution's taps. So memory
 goes on reading, which it does not where each program has one tile: there the loads that depend on each other
-and the stores follow one another.
+and the stores follow one another. Where there are not more tiles than programs, states are loaded into
+registers at once: programs that take little shared memory start while the kernel before still runs.
 
 Each warp has some rows of the state, and of each row all columns, four to a thread. What belongs to the
 columns (v, z, the sums over the state's rows, and, as D = E, q and k until they are normalised) is in every
@@ -22,6 +23,8 @@ Cost: as gated_delta_decode.py's.
 # Gluon's compile-time values are plain objects to a reader of types, and its tensors are built by them.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
+# What only several tiles need is there for them only.
+# pyright: reportPossiblyUnbound=false
 
 import torch
 import triton.language as tl
@@ -59,15 +62,16 @@ def _find(tile, num_tiles, row_ids_ptr, context_len_ptr, last_line, V: gl.conste
     return line, position, (tile < num_tiles) & (line != last_line)
 
 
-# Copies write zeros where their masks leave something out. So no two of them write the same place at a time.
-
-
 @gluon.jit
-def _copy_state(state_s, state_ptr, head, line, has_state, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr):
+def _at_state(state_ptr, head, line, is_wanted, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr):
+    """Pointers to a head's state, and their mask."""
     d = gl.arange(0, D, gl.SliceLayout(1, _STATE_LAYOUT))
     e = gl.arange(0, E, gl.SliceLayout(0, _STATE_LAYOUT))
     pointers = state_ptr + (line * V + head) * (D * E) + (d[:, None] * E + e[None, :])
-    _copy(state_s, pointers, mask=((d >= 0)[:, None] & (e >= 0)[None, :]) & has_state)
+    return pointers, ((d >= 0)[:, None] & (e >= 0)[None, :]) & is_wanted
+
+
+# Copies write zeros where their masks leave something out. So no two of them write the same place at a time.
 
 
 @gluon.jit
@@ -156,27 +160,31 @@ def _gated_delta_decode_hopper_kernel(
     x_ptr, ba_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_state_ptr, state_ptr, row_ids_ptr,
     context_len_ptr, out_ptr, x_stride, ba_stride, last_line, num_tiles, eps: gl.constexpr,
     qk_eps: gl.constexpr, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    TAPS: gl.constexpr, EARLY: gl.constexpr,
+    TAPS: gl.constexpr, SEVERAL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 2 * K * D + V * E
     ROWS: gl.constexpr = gl.SliceLayout(1, _STATE_LAYOUT)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, _STATE_LAYOUT)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    state_s = gl.allocate_shared_memory(gl.float32, [D, E], PLAIN)
+    if SEVERAL:
+        state_s = gl.allocate_shared_memory(gl.float32, [D, E], PLAIN)
     older_s = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [3, TAPS, D], PLAIN)
     newest_s = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [4, D], LINE)
     taps_s = gl.allocate_shared_memory(conv_ptr.dtype.element_ty, [3, D, TAPS], PLAIN)
     q_s = gl.allocate_shared_memory(gl.float32, [D], LINE)
     k_s = gl.allocate_shared_memory(gl.float32, [D], LINE)
-    d = gl.arange(0, D, ROWS)
     e = gl.arange(0, E, COLUMNS)
     programs = gl.num_programs(0)
     tile = gl.program_id(0)
 
     # The first tile: what the step's other kernels do not store, and behind the wait what they do.
     line, position, is_real = _find(tile, num_tiles, row_ids_ptr, context_len_ptr, last_line, V)
-    _copy_state(state_s, state_ptr, tile % V, line, is_real & (position > 0), V, D, E)
+    pointers, mask = _at_state(state_ptr, tile % V, line, is_real & (position > 0), V, D, E)
+    if SEVERAL:
+        _copy(state_s, pointers, mask=mask)
+    else:
+        state = gl.load(pointers, mask=mask, other=0.0)
     _copy_older(older_s, conv_state_ptr, tile % V, line, position, is_real, K, V, D, E, TAPS)
     _copy_taps(taps_s, conv_ptr, tile % V, is_real, K, V, D, E, TAPS)
     next_line, next_position, is_next_real = _find(
@@ -200,9 +208,10 @@ def _gated_delta_decode_hopper_kernel(
         q = _convolve(older_s.index(0), new_q, taps_s.index(0), TAPS)
         k = _convolve(older_s.index(1), new_k, taps_s.index(1), TAPS)
         v = _convolve(older_s.index(2), new_v, taps_s.index(2), TAPS)
-        state = state_s.load(_STATE_LAYOUT)
+        if SEVERAL:
+            state = state_s.load(_STATE_LAYOUT)
         b, a, a_log, dt_bias = gates
-        states = state_ptr + (line * V + head) * (D * E)
+        states, mask = _at_state(state_ptr, head, line, is_real, V, D, E)
         entry = conv_state_ptr + line * (TAPS * C) + position % TAPS * C
         q_column = _columns_of(0, head, K, V, D, E)
         k_column = _columns_of(1, head, K, V, D, E)
@@ -212,22 +221,24 @@ def _gated_delta_decode_hopper_kernel(
         writes_key = is_real & (head % (V // K) == 0)
         tl.debug_barrier()
 
-        # The next tile's copies run while this one is computed.
         tile += programs
-        head = tile % V
-        row = (tile // V).to(gl.int64)
-        line = next_line
-        position = next_position
-        is_real = is_next_real
-        _copy_state(state_s, state_ptr, head, line, is_real & (position > 0), V, D, E)
-        _copy_older(older_s, conv_state_ptr, head, line, position, is_real, K, V, D, E, TAPS)
-        _copy_newest(newest_s, x_ptr, row, head, is_real, x_stride, K, V, D, E)
-        _copy_taps(taps_s, conv_ptr, head, is_real, K, V, D, E, TAPS)
-        async_copy.commit_group()
-        gates = _load_gates(ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, ba_stride, V)
-        next_line, next_position, is_next_real = _find(
-            tile + programs, num_tiles, row_ids_ptr, context_len_ptr, last_line, V
-        )
+        if SEVERAL:
+            # The next tile's copies run while this one is computed.
+            head = tile % V
+            row = (tile // V).to(gl.int64)
+            line = next_line
+            position = next_position
+            is_real = is_next_real
+            pointers, has_state = _at_state(state_ptr, head, line, is_real & (position > 0), V, D, E)
+            _copy(state_s, pointers, mask=has_state)
+            _copy_older(older_s, conv_state_ptr, head, line, position, is_real, K, V, D, E, TAPS)
+            _copy_newest(newest_s, x_ptr, row, head, is_real, x_stride, K, V, D, E)
+            _copy_taps(taps_s, conv_ptr, head, is_real, K, V, D, E, TAPS)
+            async_copy.commit_group()
+            gates = _load_gates(ba_ptr, a_log_ptr, dt_bias_ptr, row, head, is_real, ba_stride, V)
+            next_line, next_position, is_next_real = _find(
+                tile + programs, num_tiles, row_ids_ptr, context_len_ptr, last_line, V
+            )
 
         q = q * gl.rsqrt(gl.sum(q * q, 0) + qk_eps) * (D**-0.5)
         k = k * gl.rsqrt(gl.sum(k * k, 0) + qk_eps)
@@ -241,8 +252,7 @@ def _gated_delta_decode_hopper_kernel(
         predicted, o = gl.reduce((state * k_rows, state * q_rows), 0, _add_both)
         change = (v - predicted) / (1 + gl.exp(-b.to(gl.float32)))
         state = state + k_rows * change[None, :]
-        mask = ((d >= 0)[:, None] & (e >= 0)[None, :]) & writes
-        gl.store(states + (d[:, None] * E + e[None, :]), state, mask=mask)
+        gl.store(states, state, mask=mask)
         o += gl.sum(k * q, 0) * change
         o = o * gl.rsqrt(gl.sum(o * o, 0) / E + eps) * norm * _silu(z)
         gl.store(outs + e, gl.where(writes, o, 0.0).to(out_ptr.dtype.element_ty))
@@ -277,8 +287,9 @@ def gated_delta_decode_hopper(
     """`gated_delta_decode` of a call that `takes` accepts."""
     num_lines, num_value_heads, key_dim, value_dim = states.recurrent.shape
     num_tiles = qkvz.shape[0] * num_value_heads
+    num_programs = min(num_tiles, PROGRAMS * num_multiprocessors(qkvz.device))
     out = torch.empty((qkvz.shape[0], num_value_heads * value_dim), dtype=qkvz.dtype, device=qkvz.device)
-    _gated_delta_decode_hopper_kernel[(min(num_tiles, PROGRAMS * num_multiprocessors(qkvz.device)),)](
+    _gated_delta_decode_hopper_kernel[(num_programs,)](
         qkvz,
         ba,
         weights.conv,
@@ -301,6 +312,7 @@ def gated_delta_decode_hopper(
         key_dim,
         value_dim,
         TAPS,
+        num_tiles > num_programs,
         can_start_early(qkvz.device),
         num_warps=_WARPS,
     )

@@ -296,12 +296,12 @@ on_hopper = pytest.mark.skipif(
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("key_heads", "value_heads", "count"), [(2, 6, 1), (1, 1, 7), (16, 32, 5), (16, 48, 40)]
+    ("key_heads", "value_heads", "count"), [(2, 6, 1), (1, 1, 7), (16, 32, 4), (16, 32, 5), (16, 48, 40)]
 )
 def test_hopper_decode_equals_the_reference(
     key_heads: int, value_heads: int, count: int, dtype: torch.dtype
 ) -> None:
-    """Programs with one tile and with several, rows of 1 to 6 tokens, padding between them."""
+    """Programs with one tile (the first three) and with several, rows of 1 to 6 tokens, padding between them."""
     layer = DeltaLayer(key_heads, value_heads, hopper.HEAD_DIM, hopper.HEAD_DIM)
     weights = layer.weights(dtype, "cuda")
     states = layer.states(count + 4, dtype, "cuda")
