@@ -24,7 +24,7 @@ Cost: as gated_delta_decode.py's.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
 # What only several tiles need is there for them only.
-# pyright: reportPossiblyUnbound=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import torch
 import triton.language as tl

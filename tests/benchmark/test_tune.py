@@ -38,6 +38,8 @@ NEEDS_HOPPER = (
     "int4_gated_linear_many",
 )
 """Ops whose kernels older GPUs do not run, so that there is nothing to tune."""
+FIXED_ON_HOPPER = ("gated_delta_decode",)
+"""On Hopper another kernel runs, with one configuration."""
 
 
 def config_of(call: Callable[[], Any]) -> Any:
@@ -225,7 +227,8 @@ def test_defaults_and_candidates_are_configurations_of_one_kind(name: str) -> No
         for part in tunable.parts(shape):
             for case in tunable.cases(part, True):
                 default = type(tunable.default(part, case.size, 2, tune.H200))
-                assert {type(one) for one in tunable.candidates(part, case.size, tune.H200)} == {default}, op
+                found = {type(one) for one in tunable.candidates(part, case.size, tune.H200)}
+                assert found == (set() if op in FIXED_ON_HOPPER else {default}), op
                 found = {type(one) for one in tunable.candidates(part, case.size, L4)}
                 assert found == (set() if op in NEEDS_HOPPER else {default}), op
 

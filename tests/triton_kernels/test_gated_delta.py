@@ -301,7 +301,7 @@ on_hopper = pytest.mark.skipif(
 def test_hopper_decode_equals_the_reference(
     key_heads: int, value_heads: int, count: int, dtype: torch.dtype
 ) -> None:
-    """Programs with one tile (the first three) and with several, rows of 1 to 6 tokens, padding between them."""
+    """Programs with one tile (the first three) and with several; rows of 1 to 6 tokens and padding."""
     layer = DeltaLayer(key_heads, value_heads, hopper.HEAD_DIM, hopper.HEAD_DIM)
     weights = layer.weights(dtype, "cuda")
     states = layer.states(count + 4, dtype, "cuda")
