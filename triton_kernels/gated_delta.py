@@ -52,6 +52,17 @@ class DeltaStates(NamedTuple):
         return (self.conv.shape[2] - num_value_heads * value_dim) // (2 * key_dim)
 
 
+class DeltaSaves(NamedTuple):
+    """Where prefill keeps states that rows have in the middle of their new tokens, as snapshots.
+
+    A row's chunks begin anew there, as if it had been two prefills.
+    """
+
+    part_start: Tensor  # int32 [2R + 1], row r's first and second part; without a snapshot, this one is empty
+    slots: Tensor  # int32 [R], the line of `states` that gets the state behind the first part; -1 = none
+    states: DeltaStates  # [N, ...]
+
+
 def gated_delta_reference(
     qkvz: Tensor,
     ba: Tensor,
@@ -61,6 +72,7 @@ def gated_delta_reference(
     context_len: Tensor,
     row_start: Tensor,
     eps: float,
+    saves: DeltaSaves | None = None,
 ) -> Tensor:
     """Both ops in plain torch, token by token, in float32 (or float64); see `gated_delta_prefill`."""
     dtype = torch.float64 if qkvz.dtype == torch.float64 else torch.float32
@@ -87,6 +99,9 @@ def gated_delta_reference(
             states.recurrent[line] = state
             o = torch.einsum("vde,vd->ve", state, q[0])
             out[t] = gated_norm(o.unsqueeze(0), z.unsqueeze(0), weights.norm, eps)[0].to(out.dtype)
+            if saves is not None and t == saves.part_start[2 * r + 1] - 1 and saves.slots[r] >= 0:
+                saves.states.conv[saves.slots[r]] = states.conv[line]
+                saves.states.recurrent[saves.slots[r]] = states.recurrent[line]
     return out
 
 
@@ -156,16 +171,20 @@ def gated_delta_prefill_cpu(
     context_len: Tensor,
     row_start: Tensor,
     eps: float,
+    saves: DeltaSaves | None = None,
 ) -> Tensor:
-    """`gated_delta_prefill`, a row at a time, in chunks."""
+    """`gated_delta_prefill`, a part of a row at a time, in chunks."""
     num_channels = states.conv.shape[2]
     out = torch.zeros(qkvz.shape[0], qkvz.shape[1] - num_channels, dtype=qkvz.dtype, device=qkvz.device)
-    starts = row_start.tolist()
-    for r, (line, length) in enumerate(zip(row_ids.tolist(), context_len.tolist(), strict=True)):
-        first, end = starts[r], starts[r + 1]
+    starts = (row_start if saves is None else saves.part_start).tolist()
+    per_row = 1 if saves is None else 2
+    ends = [end for end in starts[per_row::per_row] for _ in range(per_row)]
+    lines, lengths = (one.tolist() for one in (row_ids, context_len))
+    for part, (first, end, row_end) in enumerate(zip(starts, starts[1:], ends, strict=False)):
+        line = lines[part // per_row]
         if first == end:
             continue
-        begin = length - (end - first)
+        begin = lengths[part // per_row] - (row_end - first)
         x, z = qkvz[first:end].split((num_channels, out.shape[1]), dim=1)
         y = _convolved(x, states.conv[line], begin, weights.conv)
         q, k, v = (one.transpose(0, 1) for one in heads_of(F.silu(y), states))
@@ -180,6 +199,11 @@ def gated_delta_prefill_cpu(
         states.recurrent[line] = state
         o = torch.cat(parts, dim=1).transpose(0, 1)
         out[first:end] = gated_norm(o, z, weights.norm, eps).to(out.dtype)
+        if saves is not None and part % 2 == 0:
+            slot = int(saves.slots[part // 2])
+            if slot >= 0:
+                saves.states.conv[slot] = states.conv[line]
+                saves.states.recurrent[slot] = state
     return out
 
 

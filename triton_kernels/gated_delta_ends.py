@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.gated_delta import CHUNK, QK_EPS, TAPS, DeltaStates, DeltaWeights
+from triton_kernels.gated_delta import CHUNK, QK_EPS, TAPS, DeltaSaves, DeltaStates, DeltaWeights
 from triton_kernels.launch import ceil_div
 
 BLOCK_R = 128
@@ -96,6 +96,9 @@ def _delta_convolve_kernel(
     context_len_ptr,
     row_start_ptr,
     y_ptr,
+    part_start_ptr,
+    slots_ptr,
+    saved_ptr,
     num_rows,
     x_stride,
     C,
@@ -109,6 +112,7 @@ def _delta_convolve_kernel(
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    SAVES: tl.constexpr,
 ):
     """Heads of one width: those below `num_queries` are q's, those below `num_normed` are q's or k's."""
     row, chunk = find_chunk(tl.program_id(0), row_start_ptr, num_rows, TOKENS, BLOCK_R)
@@ -149,6 +153,19 @@ def _delta_convolve_kernel(
     at = (first + index).to(tl.int64)[:, None] * C + columns[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(index < count)[:, None])
     if chunk == 0:
+        if SAVES:
+            slot = tl.load(slots_ptr + row)
+            if slot >= 0:
+                # The ring behind the row's first part.
+                newer = tl.load(part_start_ptr + 2 * row + 1) - first - 1 - tl.arange(0, TAPS)
+                entry = ((begin + newer + TAPS) % TAPS)[:, None] * C
+                from_x = (first + newer).to(tl.int64)[:, None] * x_stride + columns[None, :]
+                saved = tl.load(x_ptr + from_x, mask=(newer >= 0)[:, None], other=0.0)
+                is_older = (newer < 0) & (begin + newer >= 0)
+                older = tl.load(ring + entry, mask=is_older[:, None], other=0.0)
+                saved = tl.where((newer >= 0)[:, None], saved, older)
+                at = saved_ptr + slot.to(tl.int64) * (TAPS * C) + columns[None, :] + entry
+                tl.store(at, saved, mask=(begin + newer >= 0)[:, None])
         # Only this program reads the ring of these columns, and has done so.
         tl.debug_barrier()
         last = count - 1 - tl.arange(0, TAPS)
@@ -196,8 +213,13 @@ def convolve(
     row_ids: Tensor,
     context_len: Tensor,
     row_start: Tensor,
+    saves: DeltaSaves | None = None,
 ) -> Tensor:
     """y [T, C]; arguments as in `gated_delta_prefill`. Tokens that no row owns are not written."""
+    # Without saves, any pointers.
+    saved = (row_start, row_ids, states.conv)
+    if saves is not None:
+        saved = (saves.part_start, saves.slots, saves.states.conv)
     _, num_value_heads, key_dim, value_dim = states.recurrent.shape
     num_channels, num_key_heads = states.conv.shape[2], states.num_key_heads
     num_tokens, num_rows = qkvz.shape[0], row_ids.shape[0]
@@ -216,6 +238,7 @@ def convolve(
             context_len,
             row_start,
             y,
+            *saved,
             num_rows,
             qkvz.stride(0),
             num_channels,
@@ -229,6 +252,7 @@ def convolve(
             TAPS,
             _CONV_TOKENS,
             BLOCK_R,
+            saves is not None,
             num_warps=_CONV_WARPS,
         )
     return y

@@ -2,7 +2,8 @@
 
 gated_delta.py has the formulas and the shape letters, gated_delta_ends.py the first and the last launch. Row
 r owns the new tokens row_start[r] : row_start[r + 1], the last of its context_len[r]; a row may own none. A
-row's chunks begin at its first new token. Tokens that no row owns yield zeros. Five launches:
+row's chunks begin at its first new token, and anew where a state in its middle is saved (`DeltaSaves`).
+Tokens that no row owns yield zeros. Five launches:
 
     convolve   (32 tokens, head of q, k or v)  y, q and k normalised; writes the convolution states
     solve      (chunk, value head)             gated_delta_chunks.py has both: w, u, p and g of each token,
@@ -31,7 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.gated_delta import CHUNK, DeltaStates, DeltaWeights, gated_delta_prefill_cpu
+from triton_kernels.gated_delta import (
+    CHUNK,
+    DeltaSaves,
+    DeltaStates,
+    DeltaWeights,
+    gated_delta_prefill_cpu,
+)
 from triton_kernels.gated_delta_chunks import FLOAT32_PRODUCT, Chunks, prepare_chunks
 from triton_kernels.gated_delta_ends import convolve, gated_norm
 from triton_kernels.gpu import Gpu, gpu_of
@@ -80,7 +87,9 @@ def _delta_scan_kernel(
     state_ptr,
     row_ids_ptr,
     context_len_ptr,
-    row_start_ptr,
+    part_start_ptr,
+    slots_ptr,
+    saved_ptr,
     o_ptr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -89,11 +98,14 @@ def _delta_scan_kernel(
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
+    """A row has PARTS parts: 1, or 2, behind the first of which its state is saved if it has a slot."""
     C: tl.constexpr = 2 * K * D + V * E
     row = tl.program_id(2)
-    first = tl.load(row_start_ptr + row)
-    end = tl.load(row_start_ptr + row + 1)
+    first = tl.load(part_start_ptr + PARTS * row)
+    middle = tl.load(part_start_ptr + PARTS * row + 1)
+    end = tl.load(part_start_ptr + PARTS * row + PARTS)
     if first == end:
         return
     head = tl.program_id(1)
@@ -105,16 +117,26 @@ def _delta_scan_kernel(
     line = tl.load(row_ids_ptr + row).to(tl.int64)
     state_at = (line * V + head) * (D * E) + d[:, None] * E + e[None, :]
     state = tl.load(state_ptr + state_at, mask=begin > 0, other=0.0)
+    saved_at = state_at
+    slot = -1
+    if PARTS == 2:
+        slot = tl.load(slots_ptr + row)
+        saved_at = (slot.to(tl.int64) * V + head) * (D * E) + d[:, None] * E + e[None, :]
     dtype = y_ptr.dtype.element_ty
-    for chunk in tl.range(first, end, CHUNK, num_stages=STAGES):
-        t = (chunk + c).to(tl.int64)
-        inside = (t < end)[:, None]
+    chunks_before = (middle - first + CHUNK - 1) // CHUNK
+    num_chunks = chunks_before + (end - middle + CHUNK - 1) // CHUNK
+    for chunk in tl.range(0, num_chunks, num_stages=STAGES):
+        is_before = chunk < chunks_before
+        part_end = tl.where(is_before, middle, end)
+        t = tl.where(is_before, first + chunk * CHUNK, middle + (chunk - chunks_before) * CHUNK)
+        t = (t + c).to(tl.int64)
+        inside = (t < part_end)[:, None]
         w = tl.load(w_ptr + (t[:, None] * V + head) * D + d[None, :], inside, other=0.0)
         u = tl.load(u_ptr + (t[:, None] * V + head) * E + e[None, :], inside, other=0.0)
         q = tl.load(y_ptr + t[:, None] * C + key_head * D + d[None, :], inside, other=0.0)
         k = tl.load(y_ptr + t[:, None] * C + (K + key_head) * D + d[None, :], inside, other=0.0)
         p = tl.load(p_ptr + (t[:, None] * V + head) * CHUNK + c[None, :], inside, other=0.0)
-        total = tl.load(total_ptr + t * V + head, t < end, other=0.0)
+        total = tl.load(total_ptr + t * V + head, t < part_end, other=0.0)
         at_end = tl.min(total, 0)  # decays only fall
         old = state.to(dtype)
         new = u.to(tl.float32) - tl.dot(w, old, input_precision=FLOAT32_PRODUCT)
@@ -123,6 +145,8 @@ def _delta_scan_kernel(
         left = (new * tl.exp(at_end - total)[:, None]).to(dtype)
         state = tl.dot(tl.trans(k), left, state * tl.exp(at_end), input_precision=FLOAT32_PRODUCT)
         tl.store(o_ptr + (t[:, None] * V + head) * E + e[None, :], o.to(o_ptr.dtype.element_ty), inside)
+        if PARTS == 2:
+            tl.store(saved_ptr + saved_at, state, (chunk == chunks_before - 1) & (slot >= 0))
     tl.store(state_ptr + state_at, state)
 
 
@@ -134,14 +158,19 @@ def scan_chunks(
     context_len: Tensor,
     row_start: Tensor,
     config: DeltaPrefillConfig,
+    saves: DeltaSaves | None = None,
 ) -> Tensor:
     """o [T, V * E] of y's dtype, before the gated norm; writes the rows' recurrent states.
 
     Args:
         y: [T, C], what `convolve` returned.
         chunks: what `prepare_chunks` returned.
-        row_ids, context_len, row_start: as in `gated_delta_prefill`.
+        row_ids, context_len, row_start, saves: as in `gated_delta_prefill`.
     """
+    # Without saves, any pointers behind the first.
+    saved = (row_start, row_ids, states.recurrent)
+    if saves is not None:
+        saved = (saves.part_start, saves.slots, saves.states.recurrent)
     _, num_value_heads, key_dim, value_dim = states.recurrent.shape
     num_rows = row_ids.shape[0]
     o = torch.empty((y.shape[0], num_value_heads * value_dim), dtype=y.dtype, device=y.device)
@@ -154,7 +183,7 @@ def scan_chunks(
         states.recurrent,
         row_ids,
         context_len,
-        row_start,
+        *saved,
         o,
         states.num_key_heads,
         num_value_heads,
@@ -163,6 +192,7 @@ def scan_chunks(
         CHUNK,
         block_e,
         config.scan_stages,
+        1 if saves is None else 2,
         num_warps=config.scan_warps,
     )
     return o
@@ -178,6 +208,7 @@ def gated_delta_prefill_triton(
     row_start: Tensor,
     eps: float,
     config: DeltaPrefillConfig | None = None,
+    saves: DeltaSaves | None = None,
 ) -> Tensor:
     """Launch the kernels on any device."""
     device, dtype = qkvz.device, qkvz.dtype
@@ -187,9 +218,10 @@ def gated_delta_prefill_triton(
         config = tuned(
             default, "gated_delta_prefill", device, dtype, exact=(key_dim, value_dim), near=(num_value_heads,)
         )
-    y = convolve(qkvz, weights, states, row_ids, context_len, row_start)
-    chunks = prepare_chunks(y, ba, weights, states, row_start, config.prepare_warps)
-    o = scan_chunks(y, chunks, states, row_ids, context_len, row_start, config)
+    y = convolve(qkvz, weights, states, row_ids, context_len, row_start, saves)
+    part_start = row_start if saves is None else saves.part_start
+    chunks = prepare_chunks(y, ba, weights, states, part_start, config.prepare_warps)
+    o = scan_chunks(y, chunks, states, row_ids, context_len, row_start, config, saves)
     return gated_norm(o, qkvz, weights.norm, row_start, states, eps)
 
 
@@ -202,6 +234,7 @@ def gated_delta_prefill(
     context_len: Tensor,
     row_start: Tensor,
     eps: float,
+    saves: DeltaSaves | None = None,
 ) -> Tensor:
     """The new tokens of a batch: [T, V * E] of qkvz's dtype; writes the rows' lines of `states`.
 
@@ -212,6 +245,7 @@ def gated_delta_prefill(
         context_len: int32 [R], tokens of each row, the new ones included.
         row_start: int32 [R + 1].
         eps: of the norm.
+        saves: states in the middle of rows to save, as snapshots.
     """
     run = gated_delta_prefill_cpu if qkvz.device.type == "cpu" else gated_delta_prefill_triton
-    return run(qkvz, ba, weights, states, row_ids, context_len, row_start, eps)
+    return run(qkvz, ba, weights, states, row_ids, context_len, row_start, eps, saves=saves)

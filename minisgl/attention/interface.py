@@ -33,6 +33,7 @@ class AttentionInputs(NamedTuple):
     groups: "tuple[AttentionInputs, ...]" = ()  # this batch for each group of layers; empty = there is one
     num_keys: int = 0  # of all rows, as the host knows it; 0 = it does not
     few_keys: "FewKeys | None" = None  # on a CPU, all keys of a decode step of several rows, if they are few
+    state_saves: "StateSaves | None" = None  # states in the middle of rows to keep, in linear attention
 
     def of_group(self, group: int) -> "AttentionInputs":
         """The batch in the pages of a group of layers."""
@@ -46,6 +47,13 @@ class AttentionInputs(NamedTuple):
 def in_groups(groups: "list[AttentionInputs]") -> AttentionInputs:
     """One batch for all groups of layers, from the batch in the pages of each."""
     return groups[0] if len(groups) == 1 else groups[0]._replace(groups=tuple(groups))
+
+
+class StateSaves(NamedTuple):
+    """Snapshots that a prefill takes of rows' states; see `triton_kernels.gated_delta.DeltaSaves`."""
+
+    part_start: Tensor  # int32 [2R + 1]  row r's new tokens up to its snapshot, and those behind it
+    slots: Tensor  # int32 [R]  of the snapshots; -1 = none
 
 
 class RowKeys(NamedTuple):

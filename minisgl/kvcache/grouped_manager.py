@@ -104,9 +104,7 @@ class GroupedCacheManager:
         """Forget every lease and every cached prefix, so that all pages are free."""
         self._freed: list[int] = []
         self.places = KVCacheManager(
-            num_pages=self._num_places,
-            page_size=self.page_size,
-            prefix_cache=self.prefix_cache,
+            num_pages=self._num_places, page_size=self.page_size, prefix_cache=self.prefix_cache
         )
         self.places.allocator.freed = self._freed
         self.windows = [
@@ -199,15 +197,15 @@ class GroupedCacheManager:
         return self.snapshots.load(held.snapshot, tokens - held.base_tokens)
 
     def end_of_chunk(self, lease: Lease, feed_tokens: int, start: int, end: int) -> int:
-        """Where a chunk from `start` on, of up to `end` tokens, should end, so that its state can be saved.
+        """Where a chunk from `start` on, of up to `end` tokens, should end: its step saves one state inside.
 
         Args:
             feed_tokens: tokens of the whole feed, whose last page end is wanted.
         """
         if not self.snapshots:
             return end
-        wanted = self._wanted_ends(lease, feed_tokens)
-        return min([end, *(at for at in wanted if start < at < end)])
+        first, last = self._wanted_ends(lease, feed_tokens)
+        return last if start < first < last < end else end
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -218,14 +216,15 @@ class GroupedCacheManager:
         """Where, in tokens, hits will end soon, but not yet, as a row with `num_tokens` is saved there."""
         if self.snapshots is None or not lease.is_shareable:
             return []
-        found = []
-        for at in self._wanted_ends(lease, feed_tokens):
-            page = at // self.page_size
-            # Taken already, but the tree's page of these tokens is another one until `commit`.
-            is_outside = num_tokens > at and page > lease.num_tree_pages
-            if at >= num_tokens or (is_outside and self.snapshots.has(lease.page_ids[page - 1])):
-                found.append(at)
-        return found
+
+        def is_taken(page: int) -> bool:
+            """By the step being planned; or, the tree has another page of these tokens until `commit`."""
+            place, snapshots = lease.page_ids[page - 1], self.snapshots
+            is_outside = page > lease.num_tree_pages
+            return bool(snapshots and snapshots.has(place) and (is_outside or not snapshots.is_ready(place)))
+
+        wanted = self._wanted_ends(lease, feed_tokens)
+        return [at for at in wanted if at >= num_tokens or (at and is_taken(at // self.page_size))]
 
     def want_snapshot(self, lease: Lease, feed_tokens: int, num_tokens: int) -> bool:
         """Let a new lease's row be saved at this page end, too; False = it has another such place."""
@@ -239,23 +238,33 @@ class GroupedCacheManager:
         last = max(feed_tokens - ENDING_TOKENS, 0) // self.page_size * self.page_size
         return min(self._held[lease].wanted_tokens, last), last
 
-    def save_state(self, lease: Lease, num_tokens: int, feed_tokens: int) -> int | None:
-        """A slot for the row's state after its first `num_tokens` tokens, if it should be saved.
+    def save_inside(self, lease: Lease, feed_tokens: int, start: int, end: int) -> tuple[int, int] | None:
+        """The state that a chunk of a grown lease saves on its way: behind how many tokens, and the slot."""
+        if not self.snapshots:
+            return None
+        for at in self._wanted_ends(lease, feed_tokens):
+            if start < at < end:
+                slot = self.save_state(lease, at, feed_tokens, is_coming=True)
+                return None if slot is None else (at - start, slot)
+        return None
 
-        The state is the row's before the step that is being planned. That step's plan copies it to the slot.
+    def save_state(
+        self, lease: Lease, num_tokens: int, feed_tokens: int, *, is_coming: bool = False
+    ) -> int | None:
+        """A slot for the row's state after its first `num_tokens` tokens, if it should be saved.
 
         Args:
             feed_tokens: tokens of the feed; behind them, the row decodes.
+            is_coming: the step that is being planned saves it. Else, it is the row's before that step, whose
+                plan copies it to the slot.
         """
         if self.snapshots is None or not num_tokens or num_tokens % self.page_size or not self.prefix_cache:
             return None
         held, page = self._held[lease], num_tokens // self.page_size
         place = lease.page_ids[page - 1]
         decodes = num_tokens >= feed_tokens
-        if decodes:
-            is_wanted = page % self._snapshot_pages == 0
-        else:
-            is_wanted = num_tokens in self._wanted_ends(lease, feed_tokens)
+        ends = self._wanted_ends(lease, feed_tokens)
+        is_wanted = page % self._snapshot_pages == 0 if decodes else num_tokens in ends
         if not is_wanted or not lease.is_shareable or self.snapshots.has(place):
             return None
         if held.replaceable and decodes:
@@ -265,7 +274,9 @@ class GroupedCacheManager:
         else:
             before = held.base_tokens
         num_users = 2 if num_tokens == held.wanted_tokens else 0
-        slot = self.snapshots.save(place, num_tokens - before, is_answer=decodes, num_users=num_users)
+        slot = self.snapshots.save(
+            place, num_tokens - before, is_answer=decodes, num_users=num_users, is_coming=is_coming
+        )
         if decodes:
             held.replaceable = place if slot is not None else 0
         elif slot is not None:
@@ -444,7 +455,7 @@ class GroupedCacheManager:
         """How many of the first places a hit can have: all groups must have what comes before its end."""
         num_pages = len(places)
         while num_pages:
-            if self.snapshots is not None and not self.snapshots.has(places[num_pages - 1]):
+            if self.snapshots is not None and not self.snapshots.is_ready(places[num_pages - 1]):
                 num_pages -= 1
                 continue
             for group in self.windows:

@@ -1,7 +1,8 @@
 """Snapshots of the states of linear attention at page ends, so that prefix hits can end there.
 
 Promise: a snapshot belongs to one place and is the state after exactly the tokens that lead to that place's
-end. A slot that the plan being made reads or writes is neither read nor written otherwise in that plan.
+end. A slot that the plan being made reads or writes is neither read nor written otherwise in that plan; one
+that its step writes, as a chunk passes the place, is read by later plans only.
 
 A state can't be cut, and a snapshot is as large as thousands of tokens, so few places have one. The least
 valuable goes first: value is the tokens that a hit would save times how often snapshots of its kind, behind a
@@ -58,6 +59,7 @@ class Snapshots:
         self._of_prompts, self._of_answers = _Kind(), _Kind()
         self._faded = 0.0  # the largest value that went
         self._busy: set[int] = set()  # slots of the plan being made
+        self._coming: set[int] = set()  # places whose snapshots the step being planned takes
 
     def __bool__(self) -> bool:
         return self.num_slots > 0
@@ -65,14 +67,18 @@ class Snapshots:
     def has(self, place: int) -> bool:
         return self._slot_of[place] != NO_SLOT
 
+    def is_ready(self, place: int) -> bool:
+        """Whether a row may begin with the place's snapshot in the plan being made."""
+        return self.has(place) and place not in self._coming
+
     def load(self, place: int, saved_tokens: int) -> int:
         """The slot of the place's snapshot, from which a row begins in the plan being made.
 
         Args:
             saved_tokens: as for `save`, as far as is known now.
         """
+        assert self.is_ready(place), "a hit ends at a snapshot"
         slot = self._slot_of[place]
-        assert slot != NO_SLOT, "a hit ends at a snapshot"
         self._busy.add(slot)
         self._num_users[place] += 1
         self._kind_of[place].count(0, 1)
@@ -80,14 +86,21 @@ class Snapshots:
         return slot
 
     def save(
-        self, place: int, saved_tokens: int, *, is_answer: bool = False, num_users: int = 0
+        self,
+        place: int,
+        saved_tokens: int,
+        *,
+        is_answer: bool = False,
+        num_users: int = 0,
+        is_coming: bool = False,
     ) -> int | None:
-        """A slot to which the plan being made copies the state at the place's end; None: there is none.
+        """A slot that gets the state at the place's end in the plan being made; None: there is none.
 
         Args:
             saved_tokens: tokens that a hit would not compute again, counted from the snapshot before.
             is_answer: the row decodes; else, its prompt ends there or branches.
             num_users: requests that are known to go on from there.
+            is_coming: the plan's step gives it the state; else, this is copied before the step.
         """
         assert not self.has(place), "a place has one snapshot"
         free = next((slot for slot in reversed(self._free) if slot not in self._busy), None)
@@ -102,6 +115,8 @@ class Snapshots:
         self._free.remove(free)
         slot = self._slot_of[place] = free
         self._busy.add(slot)
+        if is_coming:
+            self._coming.add(place)
         self._num_users[place] = num_users
         self._kind_of[place] = kind = self._of_answers if is_answer else self._of_prompts
         kind.count(1, 0)
@@ -149,8 +164,9 @@ class Snapshots:
                 self._drop(place)
 
     def planned(self) -> None:
-        """The plan is made: later ones may use all slots, as their copies come behind its own."""
+        """The plan is made: later ones may use all slots, as their copies come behind its step."""
         self._busy.clear()
+        self._coming.clear()
 
     def check_invariants(self, is_free: set[int]) -> None:
         """Recompute everything.

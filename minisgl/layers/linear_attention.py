@@ -14,7 +14,7 @@ from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.weight import Input, InputFormat, PlainWeight
 from minisgl.model_config.kv_groups import StateShape
 from minisgl.model_config.quantization import Scheme
-from triton_kernels.gated_delta import TAPS, DeltaStates, DeltaWeights
+from triton_kernels.gated_delta import TAPS, DeltaSaves, DeltaStates, DeltaWeights
 from triton_kernels.gated_delta_decode import gated_delta_decode
 from triton_kernels.gated_delta_prefill import gated_delta_prefill
 
@@ -23,7 +23,7 @@ class LinearAttention(nn.Module):
     """One layer. Buffers: conv_state [B, 4, C] and recurrent_state, float32 [B, V, D, E].
 
     They are empty until `use_states`. A row's states lie in the line of its row id; the last line is for
-    padding rows.
+    padding rows. Snapshots of such states have buffers of their own.
 
     Args:
         eps: of the norm.
@@ -33,6 +33,8 @@ class LinearAttention(nn.Module):
 
     conv_state: Tensor
     recurrent_state: Tensor
+    saved_conv_state: Tensor
+    saved_recurrent_state: Tensor
 
     def __init__(
         self,
@@ -69,17 +71,18 @@ class LinearAttention(nn.Module):
         self.a_log = weight(shape.num_heads, dtype=torch.float32)
         self.dt_bias = weight(shape.num_heads, dtype=torch.float32)
         self.norm = weight(shape.value_dim)
-        self.register_buffer("conv_state", torch.empty(0), persistent=False)
-        self.register_buffer("recurrent_state", torch.empty(0), persistent=False)
+        for name in ("conv_state", "recurrent_state", "saved_conv_state", "saved_recurrent_state"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
 
     @property
     def input_format(self) -> InputFormat:
         """What `forward` takes beside plain rows."""
         return self.in_proj.input_format if self.gates_proj is None else InputFormat.PLAIN
 
-    def use_states(self, conv_state: Tensor, recurrent_state: Tensor) -> None:
+    def use_states(self, states: DeltaStates, snapshots: DeltaStates) -> None:
         """Take these as the buffers."""
-        self.conv_state, self.recurrent_state = conv_state, recurrent_state
+        self.conv_state, self.recurrent_state = states
+        self.saved_conv_state, self.saved_recurrent_state = snapshots
 
     def forward(self, x: Input, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """[T, M] -> [N, M]. It has no use for positions and angles, which attention takes."""
@@ -94,7 +97,11 @@ class LinearAttention(nn.Module):
             out = gated_delta_decode(qkvz, ba, *layer, inputs.row_ids, inputs.context_len, self.eps)
         else:
             rows = (inputs.row_ids, inputs.context_len, inputs.row_start)
-            out = gated_delta_prefill(qkvz, ba, *layer, *rows, self.eps)
+            saves = None
+            if inputs.state_saves is not None:
+                snapshots = DeltaStates(self.saved_conv_state, self.saved_recurrent_state)
+                saves = DeltaSaves(*inputs.state_saves, snapshots)
+            out = gated_delta_prefill(qkvz, ba, *layer, *rows, self.eps, saves)
             if inputs.decodes is not None:
                 rows, is_real = inputs.decodes
                 first = slice(len(is_real))

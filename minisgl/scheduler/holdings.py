@@ -189,6 +189,13 @@ class Holdings:
             return end
         return self._groups.end_of_chunk(request.lease, len(request.feed), request.num_planned_tokens, end)
 
+    def save_inside(self, request: Request, end: int) -> tuple[int, int] | None:
+        """The `Chunk.snapshot` of a chunk up to `end`, for which the request has its pages."""
+        if self._groups is None:
+            return None
+        start = request.num_planned_tokens
+        return self._groups.save_inside(request.lease, len(request.feed), start, end)
+
     @property
     def keeps_snapshots(self) -> bool:
         """Whether prefix hits need snapshots of states, and some may be kept."""

@@ -86,6 +86,8 @@ class Chunk(NamedTuple):
     token_ids: bytes  # little-endian int32
     samples: bool  # the prompt ends here, so the step also samples this row's next token
     targets: bytes = b""  # little-endian int32: return the log probability of targets[i] after token i
+    snapshot: tuple[int, int] | None = None
+    """The state behind that many of these tokens is kept in that slot. Later plans may load it."""
 
     @property
     def num_new_tokens(self) -> int:

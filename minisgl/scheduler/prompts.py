@@ -96,8 +96,9 @@ class PromptPlanner:
             """Plan the first chunk of a prompt, unless it waits for a snapshot of another one."""
             leader = waits.leader(request)
             if leader is not None:
-                go_on(leader)  # in the turn of the request, which may be of a user with more right to it
-                if leader in has_chunk and waits.goes_on(request):
+                if not waits.is_ending(leader):
+                    go_on(leader)  # in the turn of the request, which may be of a user with more right to it
+                if (leader in has_chunk or waits.is_ending(leader)) and waits.goes_on(request):
                     return
                 self._extend_match(request)
             start = request.num_planned_tokens
@@ -158,6 +159,7 @@ class PromptPlanner:
         request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
         grown = self._holdings.grow(request, end)
         assert grown, "the pages that were counted are not there"
+        snapshot = self._holdings.save_inside(request, end)
         wants_prompt = self._prompt_logprobs.is_collecting(request)
         targets = request.feed[start + 1 : end + 1].tobytes() if wants_prompt else b""
         request.num_planned_tokens = end
@@ -165,7 +167,7 @@ class PromptPlanner:
         # Later chunks of this step may read these pages: each layer stores all keys and values of the step
         # before it attends.
         self._holdings.share(request)
-        return Chunk(request.row, start, request.feed[start:end].tobytes(), samples, targets)
+        return Chunk(request.row, start, request.feed[start:end].tobytes(), samples, targets, snapshot)
 
     def _admit_next(self, running: list[Request], pages_still_needed: int) -> Request | None:
         """Admit the next waiting request, with a row and its cached prefix; None = none can be admitted.

@@ -180,9 +180,11 @@ class FakeExecutor:
             lengths = tuple([self._context_len[row] + 1 for row in plan.decode_rows])
             assert plan.decode_lengths == lengths, "the plan has other lengths than the rows"
         copies = plan.state_copies
-        loaded, saved = [row for _, row in copies.loads], [slot for _, slot in copies.saves]
+        inside = [chunk.snapshot[1] for chunk in plan.chunks if chunk.snapshot is not None]
+        loaded, saved = [row for _, row in copies.loads], [slot for _, slot in copies.saves] + inside
         assert len(set(loaded)) == len(loaded), "two states for one row in one plan"
         assert len(set(saved)) == len(saved), "two states for one snapshot in one plan"
+        assert not {slot for slot, _ in copies.loads}.intersection(inside), "loaded before it is saved"
         for row, slot in plan.state_copies.saves:
             self._snapshots[slot] = self._states[row]
         for slot, row in plan.state_copies.loads:
@@ -194,7 +196,13 @@ class FakeExecutor:
         ]
         for chunk in plan.chunks:
             token_ids = np.frombuffer(chunk.token_ids, dtype="<i4").tolist()
-            result = self._feed(chunk.row, chunk.num_computed_tokens, token_ids)
+            begin = 0
+            if chunk.snapshot is not None:
+                begin, slot = chunk.snapshot
+                assert 0 < begin < len(token_ids), "the snapshot is not inside of the chunk"
+                self._feed(chunk.row, chunk.num_computed_tokens, token_ids[:begin])
+                self._snapshots[slot] = self._states[chunk.row]
+            result = self._feed(chunk.row, chunk.num_computed_tokens + begin, token_ids[begin:])
             if chunk.samples:
                 results.append(result)
         for row, start in starts:

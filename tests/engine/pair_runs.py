@@ -296,7 +296,8 @@ def started(folder: Path, **settings: Any) -> Engine:
     with torch.inference_mode():
         for attention in engine.runner.model.attention_layers():
             attention.k_cache[1:] = attention.v_cache[1:] = float("nan")
-        for state in engine.runner.states.tensors if engine.runner.states is not None else ():
+        pool = engine.runner.states
+        for state in (*pool.states, *pool.snapshots) if pool is not None else ():
             state.fill_(float("nan"))
     use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
     return engine

@@ -92,9 +92,9 @@ def test_padding_rows_look_at_a_token_that_is_looked_at_anyway() -> None:
     pages = HostPageTable(max_rows=4, max_pages_per_row=4, page_size=4)
     chunks = (Chunk(2, 0, tokens(10, 11, 12), True), Chunk(0, 0, tokens(20), True))
     decodes = Decodes(np.array([1], dtype=np.int32), np.array([3], dtype=np.int32))
-    *_, logit_index = pack_prefill(chunks, decodes, pages, PrefillBucket(8, 3, 2))
+    *_, logit_index, _, _ = pack_prefill(chunks, decodes, pages, PrefillBucket(8, 3, 2))
     assert logit_index.tolist() == [0, 4, 3, 4, 4]
-    *_, logit_index = pack_prefill((), NO_DECODES, pages, PrefillBucket(8, 3, 2))
+    *_, logit_index, _, _ = pack_prefill((), NO_DECODES, pages, PrefillBucket(8, 3, 2))
     assert logit_index.tolist() == [0] * 5
 
 
@@ -123,7 +123,7 @@ def test_many_updates_and_chunks_at_once_are_what_one_after_the_other_gives() ->
         device_table.reshape(-1)[change.flat_index] = change.page_ids
         np.testing.assert_array_equal(device_table, table)
         size = PrefillBucket(len(places) + 3, len(chunks) + 2, 0)
-        token_ids, positions, slots, row_ids, context_len, row_start, logit_index = pack_prefill(
+        token_ids, positions, slots, row_ids, context_len, row_start, logit_index, *_ = pack_prefill(
             tuple(chunks), NO_DECODES, pages, size
         )
         assert [*zip(token_ids, positions, slots, strict=True)] == [*places, *[(0, 0, -1)] * 3]
@@ -134,6 +134,18 @@ def test_many_updates_and_chunks_at_once_are_what_one_after_the_other_gives() ->
         assert row_ids.tolist() == [*(chunk.row for chunk in chunks), pages.padding_row, pages.padding_row]
         whole = [chunk.num_computed_tokens + chunk.num_new_tokens for chunk in chunks]
         assert context_len.tolist() == [*whole, 0, 0]
+
+
+def test_a_snapshot_divides_a_row_behind_the_tokens_that_lead_to_it() -> None:
+    pages = HostPageTable(max_rows=4, max_pages_per_row=4, page_size=4)
+    chunks = (
+        Chunk(2, 0, tokens(10, 11, 12), True),
+        Chunk(0, 4, tokens(20, 21, 22, 23, 24), True, snapshot=(4, 7)),
+    )
+    decodes = Decodes(np.array([1], dtype=np.int32), np.array([3], dtype=np.int32))
+    *_, part_start, state_slots = pack_prefill(chunks, decodes, pages, PrefillBucket(16, 4, 2))
+    assert part_start.tolist() == [1, 4, 4, 8, 9, 9, 9, 9, 9]
+    assert state_slots.tolist() == [-1, 7, -1, -1]
 
 
 def test_a_prefill_batch_knows_where_each_token_goes() -> None:

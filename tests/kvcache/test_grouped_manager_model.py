@@ -169,20 +169,30 @@ class GroupedMachine(RuleBasedStateMachine):
         saved = self.manager.save_state(session.lease, start, session.feed_tokens)
         if saved is not None:
             self.states[saved] = session.state
-        self.plan_ends()
         first = len(session.lease.page_ids)
         grown = self.manager.grow(session.lease, stop)
         if grown is None:
             assert not modest
+            self.plan_ends()
             return
         assert grown[0] == first
         self.write_tables(session, first, len(grown[1]))
         for group, table in enumerate(session.tables):
             for index in range(first, len(session.lease.page_ids)):
                 self.pools[group][table[index] * self.size : (table[index] + 1) * self.size] = POISON
+        numbers = self.prefix_numbers(session.tokens, session.salt)[start:stop]
+        inside = self.manager.save_inside(session.lease, session.feed_tokens, start, stop)
         if shares:
             self.manager.share(session.lease, session.tokens, stop)
-        numbers = self.prefix_numbers(session.tokens, session.salt)[start:stop]
+        if inside is not None:
+            before, slot = inside
+            assert slot != saved
+            place = session.lease.page_ids[(start + before) // self.size - 1]
+            assert self.manager.snapshots is not None
+            assert not self.manager.snapshots.is_ready(place), "this plan's step has not taken it yet"
+            assert start + before in self.manager.coming_snapshots(session.lease, session.feed_tokens, stop)
+            self.states[slot] = numbers[before - 1]
+        self.plan_ends()
         for group, pool in enumerate(self.pools):
             pool[self.slots(session, group, start, stop)] = numbers
         session.state = numbers[-1] if len(numbers) else session.state

@@ -111,7 +111,7 @@ class PagedRunner:
             attention.k_cache.fill_(float("nan"))
             attention.v_cache.fill_(float("nan"))
         states = model.allocate_states(num_rows, 0, torch.float32, "cpu")
-        for state in states.tensors if states is not None else ():
+        for state in states.states if states is not None else ():
             state.fill_(float("nan"))
         pages = random.Random(seed).sample(range(num_pages), num_rows * pages_per_row)
         self.page_table = torch.tensor(pages, dtype=torch.int32).view(num_rows, pages_per_row)

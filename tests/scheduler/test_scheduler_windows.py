@@ -223,9 +223,9 @@ def test_where_a_system_prompt_ends_a_snapshot_stays() -> None:
     assert cached == [0, 0, *[20] * 10]
 
 
-def test_a_prompt_is_cut_once_at_its_last_page_end() -> None:
-    """Not where the conversation so far ends: nothing else branches there. Without snapshots, nowhere."""
-    for num_snapshots, lengths in ((8, [28, 2, 8, 3]), (0, [30, 51])):
+def test_a_prompt_leaves_a_snapshot_at_its_last_page_end_and_is_not_cut() -> None:
+    """Not where the conversation so far ends: nothing else branches there. Without snapshots, none."""
+    for num_snapshots, expected in ((8, [(30, 28), (11, 8)]), (0, [(30, 0), (51, 0)])):
         scheduler, executor, _ = build(
             num_pages=200, page_size=4, num_snapshots=num_snapshots, max_step_tokens=64, chunk_tokens=64
         )
@@ -237,8 +237,8 @@ def test_a_prompt_is_cut_once_at_its_last_page_end() -> None:
             while scheduler.has_work:
                 plan = scheduler.plan()
                 assert plan is not None
-                found += [chunk.num_new_tokens for chunk in plan.chunks]
+                found += [(one.num_new_tokens, (one.snapshot or (0, 0))[0]) for one in plan.chunks]
                 scheduler.apply(plan, executor.execute(plan))
                 prompt += [token for output in scheduler.take_outputs() for token in output.token_ids]
             prompt += [7, 7]
-        assert found == lengths
+        assert found == expected

@@ -74,8 +74,9 @@ def test_choices_of_a_prompt_compute_it_once(overlap: bool, is_one_array: bool) 
     prompt = random_prompt(1000)
     rig.add(*[prompt if is_one_array else prompt.copy() for _ in range(8)])
     assert rig.drain() == 996 + 8 * 4
-    assert rig.computed[:2] == [996, 32], "all of them end their prompts in the same step"
-    assert sorted(rig.outputs[-1 - number].num_cached_tokens for number in range(8)) == [0, *[996] * 7]
+    assert rig.computed[:2] == [1000, 7 * 4], "the others end their prompts in the next step"
+    ended = [output for output in rig.outputs if output.finish_reason is not None]
+    assert sorted(output.num_cached_tokens for output in ended) == [0, *[996] * 7]
     assert rig.scheduler.stats.num_cached_tokens == 7 * 996
     for number in range(8):
         expected = rig.executor.model.expected_tokens(prompt.tolist(), 4, 1, stops=False)
@@ -92,7 +93,10 @@ def test_a_model_without_states_has_no_such_rule() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("users", ["", "abcdefgh"])
 def test_prompts_that_begin_alike_compute_the_beginning_once(overlap: bool, users: str) -> None:
-    """The first one is cut where the others, which wait in the queue, branch off."""
+    """The first one is saved where the others, which wait in the queue, branch off, and at its last page end.
+
+    A step saves one state inside of a chunk, so its chunk ends at the second.
+    """
     rig = Counted(overlap=overlap)
     system = random_prompt(600)
     for number in range(8):
@@ -100,7 +104,7 @@ def test_prompts_that_begin_alike_compute_the_beginning_once(overlap: bool, user
         prompt = joined(system, prompt_of(4 + number), random_prompt(99, number))
         rig.scheduler.add(number, prompt, PARAMS, user=user)
     assert rig.drain() == 600 + 8 * 100
-    assert rig.computed[0] == 600
+    assert rig.computed[:2] == [696, 4 + 7 * 100]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -215,7 +219,7 @@ def test_salts_and_prompt_log_probabilities_keep_prompts_apart() -> None:
     rig.scheduler.add(1, prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
     plan = rig.scheduler.plan()
     assert plan is not None
-    assert sum(chunk.num_new_tokens for chunk in plan.chunks) == 2 * 996
+    assert sum(chunk.num_new_tokens for chunk in plan.chunks) == 2 * 1000
 
 
 def test_others_wait_for_no_prompt_that_has_no_room_or_shares_nothing() -> None:
@@ -281,9 +285,9 @@ def test_users_pay_for_what_their_prompts_compute() -> None:
     rig.scheduler.add(1, prompt, PARAMS, user="b")
     first, second = (request.account for request in rig.scheduler.open_requests()[0].values())
     rig.step()
-    assert (first.service, second.service) == (1000, 0)
+    assert (first.service, second.service) == (1000 + 4, 0)
     rig.step()
-    assert (first.service, second.service) == (1000 + 4, 4 + 4)
+    assert (first.service, second.service) == (1000 + 2 * 4, 4 + 4)
     rig.drain()
 
 

@@ -13,6 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from triton_kernels import gated_delta_decode_hopper as hopper
 from triton_kernels.gated_delta import (
+    DeltaSaves,
     DeltaStates,
     DeltaWeights,
     gated_delta_decode_cpu,
@@ -88,6 +89,69 @@ def test_prefill_equals_the_reference_over_several_chunks(
         close(PREFILLS[runs](qkvz, ba, weights, states, *rows, EPS), expected)
         close(states.recurrent, expected_states.recurrent)
         close(states.conv, expected_states.conv, 0)
+
+
+@pytest.mark.parametrize("runs", ["triton", "cpu"])
+@pytest.mark.parametrize("layer", [UNEVEN, SMALL])
+def test_prefill_saves_states_in_the_middle_of_rows(runs: str, layer: DeltaLayer, device: str) -> None:
+    """Places within a chunk, at its end, and behind fewer tokens than the convolution sees; rows go on."""
+    weights = layer.weights(torch.float32, device)
+    states, saved = layer.states(7, torch.float32, device), layer.states(6, torch.float32, device)
+    expected_states, expected_saved = clone(states), clone(saved)
+    line_of, done = [3, 0, 4, 1, 5], [0] * 5
+    for step, (counts, befores, slots) in enumerate(
+        [
+            ([70, 3, 0, 150, 66], [69, 2, 0, 64, 66], [4, 1, -1, 0, -1]),
+            ([2, 5, 9, 140, 1], [1, 3, 9, 100, 1], [2, 5, -1, 3, -1]),
+        ]
+    ):
+        starts, parts = [2], [2]
+        for count, before in zip(counts, befores, strict=True):
+            starts.append(starts[-1] + count)
+            parts += [starts[-2] + before, starts[-1]]
+        done = [a + b for a, b in zip(done, counts, strict=True)]
+        qkvz, ba = layer.inputs(starts[-1] + 3, torch.float32, device, step)
+        rows = (int32(line_of, device), int32(done, device), int32(starts, device))
+        where = (int32(parts, device), int32(slots, device))
+        expected = gated_delta_reference(
+            qkvz, ba, weights, expected_states, *rows, EPS, DeltaSaves(*where, expected_saved)
+        )
+        qkvz[:2], qkvz[starts[-1] :] = float("nan"), float("nan")
+        found = PREFILLS[runs](qkvz, ba, weights, states, *rows, EPS, saves=DeltaSaves(*where, saved))
+        close(found, expected)
+        close(states.recurrent, expected_states.recurrent)
+        close(states.conv, expected_states.conv, 0)
+        close(saved.recurrent, expected_saved.recurrent)
+        for slot, length, count, before in zip(slots, done, counts, befores, strict=True):
+            # Entries of tokens that there are not, and the oldest one, which nobody reads, may be anything.
+            for position in range(max(length - count + before - 3, 0), length - count + before):
+                if slot >= 0:
+                    close(saved.conv[slot, position % 4], expected_saved.conv[slot, position % 4], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_saved_in_its_middle_gets_the_bits_of_two_prefills(dtype: torch.dtype, device: str) -> None:
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("Triton's interpreter has no bfloat16 products")
+    layer = DeltaLayer(2, 4, 128, 128) if device == "cuda" else SMALL
+    config = None if device == "cuda" else DeltaPrefillConfig(4, 16, 32, 4, 2)
+    weights = layer.weights(dtype, device)
+    once, twice, saved = (layer.states(2, dtype, device) for _ in range(3))
+    qkvz, ba = layer.inputs(147, dtype, device)
+    where = (int32([0], device), int32([147], device), int32([0, 147], device))
+    saves = DeltaSaves(int32([0, 112, 147], device), int32([1], device), saved)
+    found = gated_delta_prefill_triton(qkvz, ba, weights, once, *where, EPS, config, saves)
+    parts = []
+    for begin, end in ((0, 112), (112, 147)):
+        where = (int32([0], device), int32([end], device), int32([0, end - begin], device))
+        part = (qkvz[begin:end], ba[begin:end], weights, twice, *where, EPS, config)
+        parts.append(gated_delta_prefill_triton(*part))
+        if end == 112:
+            assert torch.equal(saved.recurrent[1], twice.recurrent[0])
+            assert torch.equal(saved.conv[1], twice.conv[0])
+    assert torch.equal(found, torch.cat(parts))
+    assert torch.equal(once.recurrent[0], twice.recurrent[0])
+    assert torch.equal(once.conv[0], twice.conv[0])
 
 
 @pytest.mark.parametrize("runs", ["triton", "cpu"])

@@ -16,7 +16,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.engine.graphs.buckets import buckets_of, max_joined_decodes
 from minisgl.engine.graphs.parallel_kernel_compile import compile_kernels_in_parallel
 from minisgl.engine.step.attention_planner import AttentionPlanner
-from minisgl.engine.step.inputs import PrefillBatch, Stager
+from minisgl.engine.step.inputs import PrefillBatch, Stager, pack_saves
 from minisgl.engine.step.logits import LogitTables
 from minisgl.engine.step.rows import Rows
 from minisgl.engine.step.steps import DecodeStep, prefill_step, sample_and_advance
@@ -241,6 +241,7 @@ def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> Prefill
             context_len,
             row_start,
             np.concatenate([np.arange(num_decodes, dtype=np.int32), row_start[1:] - 1]),
+            *pack_saves((), row_start),
         ]
     )
     return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes, num_keys=num_keys)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl.engine.graphs.buckets import PrefillBucket
 from minisgl.kvcache.page_allocator import SCRATCH_PAGE
+from minisgl.kvcache.snapshots import NO_SLOT
 from minisgl.scheduler.plan import Chunk, RowInit, StepPlan
 from triton_kernels.launch import align_up
 
@@ -44,6 +45,8 @@ class PrefillBatch(NamedTuple):
     context_len: Tensor  # int32 [R]  this step's tokens included; 0 = padding
     row_start: Tensor  # int32 [C + 1]  for the chunks; a padding row has no token
     logit_index: Tensor  # int32 [R]  each row's last token; for padding rows, the last real token
+    part_start: Tensor  # int32 [2 * C + 1]  `StateSaves` of the chunks
+    state_slots: Tensor  # int32 [C]
     max_query_len: int
     num_decodes: int = 0
     num_keys: int = 0  # the sum of context_len of the chunks; 0 = the host does not know
@@ -253,7 +256,19 @@ def pack_prefill(
     ends = end + np.cumsum(counts)
     row_start[1 : len(chunks) + 1], logit_index[own] = ends, ends - 1
     row_start[len(chunks) + 1 :] = num_tokens
-    return [token_ids, positions, slots, row_ids, context_len, row_start, logit_index]
+    saves = pack_saves(chunks, row_start)
+    return [token_ids, positions, slots, row_ids, context_len, row_start, logit_index, *saves]
+
+
+def pack_saves(chunks: tuple[Chunk, ...], row_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The int32 arrays of `StateSaves`, for as many rows as `row_start` has."""
+    part_start = np.repeat(row_start, 2)[1:]  # all second parts are empty
+    state_slots = np.full(len(row_start) - 1, NO_SLOT, dtype=np.int32)
+    for place, chunk in enumerate(chunks):
+        if chunk.snapshot is not None:
+            num_before, state_slots[place] = chunk.snapshot
+            part_start[2 * place + 1] = row_start[place] + num_before
+    return part_start, state_slots
 
 
 def _runs(first: np.ndarray, count: np.ndarray) -> np.ndarray:

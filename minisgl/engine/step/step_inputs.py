@@ -6,7 +6,7 @@ Promise: with one group of layers, a step does nothing here but name its tables.
 import torch
 from torch import Tensor
 
-from minisgl.attention.interface import AttentionInputs, JoinedDecodes, in_groups
+from minisgl.attention.interface import AttentionInputs, JoinedDecodes, StateSaves, in_groups
 from minisgl.attention.torch import with_rows_of_a_cpu
 from minisgl.engine.step.inputs import PrefillBatch
 from minisgl.engine.step.rows import Rows
@@ -47,6 +47,7 @@ def _prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch, group: int)
         max_query_len=batch.max_query_len,
         decodes=decodes,
         num_keys=batch.num_keys,
+        state_saves=StateSaves(batch.part_start, batch.state_slots),
     )
     return with_rows_of_a_cpu(inputs, rows.page_size)
 

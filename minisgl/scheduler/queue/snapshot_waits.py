@@ -1,7 +1,8 @@
 """Lets a prompt wait for the snapshot that another one is about to leave, instead of computing it again.
 
-Promise: a request waits only in plans that compute a part of the other prompt, so its wait ends with that
-prompt, however that ends, and no plan stays empty because of it. It keeps its row and its turn meanwhile.
+Promise: a request waits only in plans that compute a part of the other prompt, or while the step with that
+one's end is in flight. So its wait ends with that prompt, however that ends, and where a plan stays empty
+because of it, a step before it is in flight. It keeps its row and its turn meanwhile.
 
 Models without states need no such rule: a request reads pages in the step that computes them.
 """
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from minisgl.request import Request
+from minisgl.request import Request, RequestState
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs
 
@@ -67,6 +68,13 @@ class SnapshotWaits:
                 self._computing[request] = None
             if request in branches:
                 self._branches[request] = branches[request]
+        for wait in self._waits.values():
+            if wait.leader is not None and self.is_ending(wait.leader):
+                self._computing[wait.leader] = None
+
+    def is_ending(self, leader: Request) -> bool:
+        """Whether its prompt is planned to the end; its last step may be in flight."""
+        return leader.state is RequestState.DECODE and leader.lease is not None
 
     def admit(self, request: Request, following: Iterable[Request]) -> None:
         """A request has got a row. It is cut where the `following` ones branch off, if that saves enough."""
