@@ -329,9 +329,12 @@ def _linear_attention(gpu: Gpu) -> Iterator[Launch]:
             arguments = (*delta_arguments(rows, *shape, dtype), ints(rows), ints(rows), 1e-6)
             decode = functools.partial(gated_delta_decode.gated_delta_decode_triton, *arguments)
             yield Launch(f"delta_decode 16/32/128 {dtype}, {rows} rows", decode, dtype == BF16)
-    arguments = (*delta_arguments(4096, *shape), ints(64), ints(64), ints(65), 1e-6)
+    arguments: Any = (*delta_arguments(4096, *shape), ints(64), ints(64), ints(65), 1e-6)
     prefill = functools.partial(gated_delta_prefill.gated_delta_prefill_triton, *arguments)
     yield Launch("delta_prefill 16/32/128", prefill)
+    snapshots = gated_delta.DeltaStates(*arguments[3])
+    saves = gated_delta.DeltaSaves(ints(129), ints(64), snapshots)
+    yield Launch("delta_prefill 16/32/128, saved in the middle", functools.partial(prefill, saves=saves))
     yield Launch("delta_prefill 16/32/128, the scan of one prompt", _scan_of_one_prompt)
 
 

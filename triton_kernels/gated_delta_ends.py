@@ -164,8 +164,8 @@ def _delta_convolve_kernel(
                 is_older = (newer < 0) & (begin + newer >= 0)
                 older = tl.load(ring + entry, mask=is_older[:, None], other=0.0)
                 saved = tl.where((newer >= 0)[:, None], saved, older)
-                at = saved_ptr + slot.to(tl.int64) * (TAPS * C) + columns[None, :] + entry
-                tl.store(at, saved, mask=(begin + newer >= 0)[:, None])
+                to_ring = saved_ptr + slot.to(tl.int64) * (TAPS * C) + columns[None, :] + entry
+                tl.store(to_ring, saved, mask=(begin + newer >= 0)[:, None])
         # Only this program reads the ring of these columns, and has done so.
         tl.debug_barrier()
         last = count - 1 - tl.arange(0, TAPS)
