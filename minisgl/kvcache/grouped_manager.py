@@ -227,11 +227,11 @@ class GroupedCacheManager:
         return [at for at in wanted if at >= num_tokens or (at and is_taken(at // self.page_size))]
 
     def want_snapshot(self, lease: Lease, feed_tokens: int, num_tokens: int) -> bool:
-        """Let a new lease's row be saved at this page end, too; False = it has another such place."""
-        held = self._held[lease]
-        if num_tokens < self._wanted_ends(lease, feed_tokens)[1] and not held.wanted_tokens:
+        """Let a new lease's row be saved at this page end; False = it has another such place."""
+        held, (_, last) = self._held[lease], self._wanted_ends(lease, feed_tokens)
+        if num_tokens < last and not held.wanted_tokens:
             held.wanted_tokens = num_tokens
-        return held.wanted_tokens == num_tokens
+        return num_tokens in (held.wanted_tokens, last)
 
     def _wanted_ends(self, lease: Lease, feed_tokens: int) -> tuple[int, int]:
         """The page ends of a prompt, in tokens, where its state is to be saved."""

@@ -11,7 +11,6 @@ import numpy as np
 RULES_BASE_COST_TOKENS = 512
 """Fixed part of the cost of writing a request's rules, in tokens."""
 
-
 NO_LOGITS = -1
 """Replaces a token id when the model gave the row no logit above minus infinity (NaN does not count)."""
 NONE_ALLOWED = -2
@@ -86,8 +85,7 @@ class Chunk(NamedTuple):
     token_ids: bytes  # little-endian int32
     samples: bool  # the prompt ends here, so the step also samples this row's next token
     targets: bytes = b""  # little-endian int32: return the log probability of targets[i] after token i
-    snapshot: tuple[int, int] | None = None
-    """The state behind that many of these tokens is kept in that slot. Later plans may load it."""
+    snapshot: tuple[int, int] | None = None  # n, slot: the step keeps the state behind the first n tokens
 
     @property
     def num_new_tokens(self) -> int:

@@ -148,9 +148,10 @@ def test_long_prompts_are_waited_for_as_long_as_they_take() -> None:
 
 def test_it_waits_only_for_what_saves_enough() -> None:
     for length, least, expected in (
-        (70, 512, 68 + 8 * 2),  # the same prompt: an eighth is enough
-        (60, 512, 8 * 60),
-        (60, 400, 56 + 8 * 4),
+        (80, 512, 76 + 8 * 4),  # seven save 76 tokens each, which is enough together
+        (70, 512, 8 * 70),
+        (60, 400, 8 * 60),
+        (70, 400, 68 + 8 * 2),
     ):
         rig = Counted(least_saved_tokens=least)
         rig.add(*[random_prompt(length)] * 8)

@@ -18,7 +18,7 @@ from minisgl.scheduler.logprobs import PromptLogprobs
 MOST_LEADERS = 2
 """For how many others a request waits, one after the other. If they end early, it computes its prompt."""
 LEAST_SHARE = 8
-"""Where a wait costs a request no step of its own, an eighth of `least_saved_tokens` is enough."""
+"""Where several wait for one snapshot and save `least_saved_tokens` together, each saves an eighth of it."""
 
 
 class _Wait:
@@ -46,7 +46,7 @@ class SnapshotWaits:
         self._least_of_one = max(least_saved_tokens // LEAST_SHARE, 1)
         self._waits: dict[Request, _Wait] = {}
         self._computing: dict[Request, None] = {}
-        self._branches: dict[Request, int] = {}  # where requests are cut for those that followed them
+        self._branches: dict[Request, int] = {}  # where those that followed requests save enough together
 
     def __contains__(self, request: Request) -> bool:
         """Whether the request may wait: it was admitted and has computed nothing since."""
@@ -77,7 +77,7 @@ class SnapshotWaits:
         return leader.state is RequestState.DECODE and leader.lease is not None
 
     def admit(self, request: Request, following: Iterable[Request]) -> None:
-        """A request has got a row. It is cut where the `following` ones branch off, if that saves enough."""
+        """A request has got a row. It is saved where `following` ones branch off, if that saves enough."""
         self._waits[request] = _Wait()
         start = request.num_planned_tokens
         ends = [self._shared_tokens(request, other) for other in following]
@@ -125,10 +125,8 @@ class SnapshotWaits:
         """Whether `request` may begin with a snapshot of `other` at `end`, and that saves enough."""
         saved = end - request.num_planned_tokens
         if saved < self._least:
-            # Its own prompt is cut there last, or the other one is so that several can go on from there.
-            own_ends = self._holdings.coming_snapshots(request)
-            is_cheap = end in own_ends[-1:] or end == self._branches.get(other)
-            if not is_cheap or saved < self._least_of_one:
+            is_one_of_several = end == self._branches.get(other)
+            if not is_one_of_several or saved < self._least_of_one:
                 return False
         if end > self._longest_hit(request) or request.cache_salt != other.cache_salt or request.is_isolated:
             return False
