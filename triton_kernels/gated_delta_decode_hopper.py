@@ -265,13 +265,15 @@ def takes(qkvz: Tensor, weights: DeltaWeights, states: DeltaStates) -> bool:
     """Whether gated_delta_decode_hopper supports this call; reads nothing from the device."""
     if qkvz.device.type != "cuda" or not gpu_of(qkvz.device).is_hopper:
         return False
+    copied = (weights.conv, *states)
     return (
         states.recurrent.shape[2:] == (HEAD_DIM, HEAD_DIM)
         and qkvz.dtype in (torch.bfloat16, torch.float16)
         and states.conv.dtype == qkvz.dtype
         and weights.conv.element_size() == 2
         and qkvz.stride(0) % 16 == 0
-        and qkvz.data_ptr() % 16 == 0
+        and all(one.is_contiguous() for one in copied)
+        and all(one.data_ptr() % 16 == 0 for one in (qkvz, *copied))
     )
 
 

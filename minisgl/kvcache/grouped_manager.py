@@ -205,7 +205,9 @@ class GroupedCacheManager:
         if not self.snapshots:
             return end
         first, last = self._wanted_ends(lease, feed_tokens)
-        return last if start < first < last < end else end
+        # Where a chunk does not reach the feed's end, another one comes anyway.
+        has_another = start < first < last or end < feed_tokens
+        return last if start < last < end and has_another else end
 
     @property
     def keeps_snapshots(self) -> bool:

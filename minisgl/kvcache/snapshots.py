@@ -164,8 +164,11 @@ class Snapshots:
                 self._drop(place)
 
     def planned(self) -> None:
-        """The plan is made: later ones may use all slots, as their copies come behind its step."""
-        self._busy.clear()
+        """The plan is made: later ones may use its slots, as their copies come behind its step.
+
+        What its step takes stays for the plan behind it, in which those that wait for it begin.
+        """
+        self._busy = {self._slot_of[place] for place in self._coming}
         self._coming.clear()
 
     def check_invariants(self, is_free: set[int]) -> None:

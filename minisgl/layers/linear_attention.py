@@ -98,7 +98,7 @@ class LinearAttention(nn.Module):
         else:
             rows = (inputs.row_ids, inputs.context_len, inputs.row_start)
             saves = None
-            if inputs.state_saves is not None:
+            if inputs.state_saves is not None and len(self.saved_conv_state):
                 snapshots = DeltaStates(self.saved_conv_state, self.saved_recurrent_state)
                 saves = DeltaSaves(*inputs.state_saves, snapshots)
             out = gated_delta_prefill(qkvz, ba, *layer, *rows, self.eps, saves)

@@ -75,7 +75,7 @@ class StepCost(NamedTuple):
     least_prefill_ms: float = 0.0
     """Least cost of a step's chunks: the weights are read and the kernels launched for few tokens, too."""
     per_state_copy_ms: float = 0.0
-    """Cost of each copy of a row's states of linear attention, to a snapshot or from one."""
+    """Cost of each copy of a row's states of linear attention to a snapshot or from one."""
 
     def step_ms(self, plan: StepPlan, num_context_tokens: int, *, join_decodes: bool = False) -> float:
         """Duration of a step. If decodes may join the chunks, the faster of the two ways counts.
@@ -86,7 +86,8 @@ class StepCost(NamedTuple):
         """
         num_decodes = len(plan.decode_rows)
         keys_ms = self.per_context_token_ms * num_context_tokens
-        copies_ms = self.per_state_copy_ms * sum(map(len, plan.state_copies))
+        num_saves = sum(chunk.snapshot is not None for chunk in plan.chunks)
+        copies_ms = self.per_state_copy_ms * (num_saves + sum(map(len, plan.state_copies)))
         decode_ms = self.decode_ms + self.per_decode_row_ms * num_decodes + keys_ms if num_decodes else 0.0
         if not plan.chunks:
             return copies_ms + decode_ms

@@ -108,6 +108,34 @@ def test_prompts_that_begin_alike_compute_the_beginning_once(overlap: bool, user
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length", [104, 105, 600])
+def test_a_snapshot_stays_for_those_that_wait_although_others_are_worth_more(
+    length: int, overlap: bool
+) -> None:
+    """Of 104 tokens, the prompt's own first decode step saves a state; of 105, a hit could end behind it."""
+    rig = Counted(overlap=overlap, num_snapshots=3)
+    for seed in (1, 2, 3):
+        rig.add(random_prompt(2000, seed))
+        rig.drain()
+    before = sum(rig.computed)
+    rig.add(*[random_prompt(length)] * 8)
+    last = (length - 2) // 4 * 4
+    assert rig.drain() - before == length + 7 * (length - last)
+
+
+def test_where_a_prompt_takes_several_steps_the_last_one_begins_at_its_snapshot() -> None:
+    """So that its bits do not depend on where else it was cut."""
+    rig = Counted(chunk_tokens=64)
+    rig.add(random_prompt(131))
+    rig.drain()
+    assert rig.computed[:3] == [64, 64, 3]
+    rig = Counted(chunk_tokens=130)
+    rig.add(random_prompt(131))
+    rig.drain()
+    assert rig.computed[:2] == [128, 3]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_branch_that_is_found_late_is_computed_twice_and_then_waited_for(overlap: bool) -> None:
     rig = Counted(overlap=overlap)
     system = random_prompt(600)

@@ -80,7 +80,8 @@ class SnapshotWaits:
         """A request has got a row. It is saved where `following` ones branch off, if that saves enough."""
         self._waits[request] = _Wait()
         start = request.num_planned_tokens
-        ends = [self._shared_tokens(request, other) for other in following]
+        last = max(self._holdings.coming_snapshots(request), default=0)
+        ends = [min(self._shared_tokens(request, other), last) for other in following]
         ends = sorted([end for end in ends if end >= start + self._least_of_one], reverse=True)
         saved = [number * (end - start) for number, end in enumerate(ends, 1)]
         if saved and max(saved) >= self._least:
@@ -119,7 +120,8 @@ class SnapshotWaits:
         wait = self._waits[request]
         if wait.leader is None or wait.leader not in self._computing:
             return False
-        return wait.end in self._holdings.coming_snapshots(wait.leader)
+        is_needed = wait.end > request.num_planned_tokens  # not if it found another one on its way
+        return is_needed and wait.end in self._holdings.coming_snapshots(wait.leader)
 
     def _is_worth_it(self, request: Request, other: Request, end: int) -> bool:
         """Whether `request` may begin with a snapshot of `other` at `end`, and that saves enough."""
