@@ -89,13 +89,13 @@ def test_prompts_with_one_beginning_compute_it_once_and_answer_as_alone(
     source = random.Random(2)
     system = source.choices(range(3, VOCAB_SIZE), k=320)
     calls = [
-        call(2 * number, [*system, 3 + number, *source.choices(range(3, VOCAB_SIZE), k=139)], (number, 50))
-        for number in range(4)
+        call(number, [*system, 3 + number, *source.choices(range(3, VOCAB_SIZE), k=139)], (50 + number,))
+        for number in range(8)
     ]
     engine = engine_for(folder, overlap=overlap)
     got, num_computed = serve(engine, calls)
     engine.close()
-    assert num_computed == 320 + 4 * 128 + 8 * 12
+    assert num_computed == 320 + 8 * 140
     for one in calls:
         for choice, seed in enumerate(one.seeds):
             prompt = np.frombuffer(one.prompt_ids, "<i4").tolist()
