@@ -54,8 +54,7 @@ TOKEN = 71
 
 def run_engine(batch: int) -> None:
     """The engine process: once `batch` requests are there, a token a step for all, as fast as it can."""
-    settings = json.loads(sys.stdin.readline())
-    ParentWatch(settings["ipc_dir"])
+    settings = json.loads(ParentWatch().next_line())
     link = EngineSocket(settings["ipc_dir"], settings["num_servers"])
     link.send(Ready(4096, 1000, 16, 10_000, "fake", {"start": 0.0}))
     left: dict[int, int] = {}  # tokens to give, by request
