@@ -6,9 +6,8 @@ of explicit layouts.
 A tile is one value head of one row. PROGRAMS programs to a multiprocessor go through all tiles. While a
 program computes a tile, whose state is in registers, all that the next tile needs is copied to shared memory:
 its state and, for the columns of its q, k and v, the last TAPS tokens and the convolution's taps. So memory
-goes on reading, which it does not where each program has one tile: there the loads that depend on each other
-and the stores follow one another. Where there are not more tiles than programs, states are loaded into
-registers at once: programs that take little shared memory start while the kernel before still runs.
+never waits for a program that computes or stores. Where there are not more tiles than programs, states are
+loaded into registers at once: programs of little shared memory start while the kernel before still runs.
 
 Each warp has some rows of the state, and of each row all columns, four to a thread. What belongs to the
 columns (v, z, the sums over the state's rows, and, as D = E, q and k until they are normalised) is in every
@@ -71,9 +70,6 @@ def _at_state(state_ptr, head, line, is_wanted, V: gl.constexpr, D: gl.constexpr
     return pointers, ((d >= 0)[:, None] & (e >= 0)[None, :]) & is_wanted
 
 
-# Copies write zeros where their masks leave something out. So no two of them write the same place at a time.
-
-
 @gluon.jit
 def _columns_of(part: gl.constexpr, head, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, E: gl.constexpr):
     """The first column of the head's q (part 0), k (1) or v (2)."""
@@ -81,6 +77,9 @@ def _columns_of(part: gl.constexpr, head, K: gl.constexpr, V: gl.constexpr, D: g
         return 2 * K * D + head * E
     else:
         return part * K * D + head // (V // K) * D
+
+
+# A copy writes zeros where its mask is false, so no two copies to one place may be under way at once.
 
 
 @gluon.jit

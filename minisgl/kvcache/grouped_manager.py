@@ -216,14 +216,14 @@ class GroupedCacheManager:
 
     def coming_snapshots(self, lease: Lease, feed_tokens: int, num_tokens: int) -> list[int]:
         """Where, in tokens, hits will end soon, but not yet, as a row with `num_tokens` is saved there."""
-        if self.snapshots is None or not lease.is_shareable:
+        snapshots = self.snapshots
+        if snapshots is None or not lease.is_shareable:
             return []
 
         def is_taken(page: int) -> bool:
             """By the step being planned; or, the tree has another page of these tokens until `commit`."""
-            place, snapshots = lease.page_ids[page - 1], self.snapshots
-            is_outside = page > lease.num_tree_pages
-            return bool(snapshots and snapshots.has(place) and (is_outside or not snapshots.is_ready(place)))
+            place, is_outside = lease.page_ids[page - 1], page > lease.num_tree_pages
+            return snapshots.has(place) and (is_outside or not snapshots.is_ready(place))
 
         wanted = self._wanted_ends(lease, feed_tokens)
         return [at for at in wanted if at >= num_tokens or (at and is_taken(at // self.page_size))]

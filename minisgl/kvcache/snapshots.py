@@ -166,7 +166,7 @@ class Snapshots:
     def planned(self) -> None:
         """The plan is made: later ones may use its slots, as their copies come behind its step.
 
-        What its step takes stays for the plan behind it, in which those that wait for it begin.
+        The next plan evicts no snapshot that this one's step takes: waiting requests begin from it there.
         """
         self._busy = {self._slot_of[place] for place in self._coming}
         self._coming.clear()

@@ -332,13 +332,22 @@ def test_a_prompt_among_others_has_the_bits_that_it_has_alone(device: str) -> No
     assert torch.equal(alone.recurrent[:3], together.recurrent[:3])
 
 
-def test_a_row_decodes_as_it_does_alone(device: str) -> None:
-    # On a GPU so many that they get fewer registers.
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@pytest.mark.parametrize("kernel", ["portable", pytest.param("hopper", marks=on_hopper)])
+def test_a_row_decodes_as_it_does_alone(kernel: str, device: str) -> None:
+    # On a GPU so many that the portable kernel has fewer registers, and Hopper's programs have several heads.
     layer, count = (DeltaLayer(16, 32, 128, 128), 70) if device == "cuda" else (SMALL, 5)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     weights = layer.weights(dtype, device)
     states = layer.states(count + 1, dtype, device)
     qkvz, ba = layer.inputs(count, dtype, device)
+    if kernel == "hopper":
+        qkvz, ba = qkvz.contiguous(), ba.contiguous()
+    assert hopper.takes(qkvz, weights, states) == (kernel == "hopper")
     torch.manual_seed(0)
     for one in states:
         one.normal_(0.0, 0.1)
@@ -350,11 +359,6 @@ def test_a_row_decodes_as_it_does_alone(device: str) -> None:
         found = gated_delta_decode_triton(qkvz[one], ba[one], weights, alone, ids[one], lengths[one], EPS)
         assert torch.equal(found[0], together[r])
         assert torch.equal(alone.recurrent[r], states.recurrent[r])
-
-
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
 
 
 @on_hopper
@@ -396,26 +400,6 @@ def test_hopper_decode_equals_the_reference(
             states.recurrent.double(), expected.recurrent, atol=1e-5, rtol=1e-5, equal_nan=True
         )
         torch.testing.assert_close(states.conv.double(), expected.conv, atol=0, rtol=0, equal_nan=True)
-
-
-@on_hopper
-def test_on_hopper_a_row_decodes_as_it_does_alone() -> None:
-    layer, count = DeltaLayer(16, 32, hopper.HEAD_DIM, hopper.HEAD_DIM), 70
-    weights = layer.weights(torch.bfloat16, "cuda")
-    states = layer.states(count + 1, torch.bfloat16, "cuda")
-    qkvz, ba = (one.contiguous() for one in layer.inputs(count, torch.bfloat16, "cuda"))
-    torch.manual_seed(0)
-    for one in states:
-        one.normal_(0.0, 0.1)
-    alone = clone(states)
-    ids, lengths = int32([*range(count)], "cuda"), int32([5 + r for r in range(count)], "cuda")
-    assert hopper.takes(qkvz, weights, states)
-    together = gated_delta_decode_triton(qkvz, ba, weights, states, ids, lengths, EPS)
-    for r in (0, count // 2, count - 1):
-        one = slice(r, r + 1)
-        found = gated_delta_decode_triton(qkvz[one], ba[one], weights, alone, ids[one], lengths[one], EPS)
-        assert torch.equal(found[0], together[r])
-        assert torch.equal(alone.recurrent[r], states.recurrent[r])
 
 
 def test_torch_compile_is_told_what_decode_writes(device: str) -> None:

@@ -227,8 +227,8 @@ def _assemble(
     planner = AttentionPlanner(attention, pages)
     tables_bytes = module_bytes(rows) + attention.num_bytes
     weights_bytes = module_bytes(model)
-    # Of their final size, because the memory profile runs steps; but one snapshot where there may be some:
-    # prefill has other kernels then.
+    # The states have their final size, because the memory profile runs steps. One snapshot, if there may be
+    # any, selects the prefill kernels that save states, so that these are compiled now.
     may_save = config.prefix_cache and config.state_cache_memory != 0
     model.allocate_states(rows.max_rows, int(may_save), hardware.dtype, device)
     budget = _plan_memory(config, model_config, model, rows, planner, weights_bytes, tables_bytes, hardware)
