@@ -204,5 +204,10 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
                     many = int4_linear_many.int4_gated_linear_many_with
                 call = functools.partial(many, empty(rows, width), own, config=config)
                 yield Launch(f"{name}, {rows} tiled", call, rows == 64)
+        if gpu.has_wgmma:
+            for rows in (96, 256):
+                config = int4_linear.default_hopper_config(results, width, rows, gated, gpu)
+                call = functools.partial(many, empty(rows, width), own, config=config)
+                yield Launch(f"{name}, {rows} by warps with roles", call, rows == 256)
     call = functools.partial(quantize_int4.dequantize_int4_triton, weight(4096, 4096, 128, False), BF16)
     yield Launch("dequantize_int4", call)

@@ -30,6 +30,7 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_gated_delta_decode_hopper_kernel": None,
     "_gated_delta_decode_kernel": None,
     "_int4_linear_kernel": None,
+    "_int4_hopper_kernel": None,
     "_int4_tiled_kernel": None,
     "_int4_warp_kernel": None,
     "_leave_mixture_kernel": None,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start, start_next_and_wait
 from triton_kernels.gpu import Gpu, gpu_of
-from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, QUARTER, block_values, int4_quarters
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, QUARTER, block_values, int4_divisor, int4_quarters
 from triton_kernels.launch import ceil_div
 from triton_kernels.quantize_int4 import Int4Weight
 from triton_kernels.tuning import tuned
@@ -166,13 +166,14 @@ def _int4_linear_kernel(
             up_values = next_values
     if GATED:
         acc = let_next_start(acc, EARLY)
-    y = tl.sum(acc, 0)
+    y = tl.sum(acc, 0) * int4_divisor(dtype)
     written = outputs < OUT
     if HAS_BIAS:
         y += tl.load(bias_ptr + outputs, written, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-        y = gate * tl.sigmoid(gate) * tl.sum(up, 0).to(y_ptr.dtype.element_ty).to(tl.float32)
+        up_sum = tl.sum(up, 0) * int4_divisor(dtype)
+        y = gate * tl.sigmoid(gate) * up_sum.to(y_ptr.dtype.element_ty).to(tl.float32)
     y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), (rows < num_rows)[None, :] & written[:, None])
 

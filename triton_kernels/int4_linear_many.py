@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start_here
-from triton_kernels.int4_packing import BLOCK, QUARTER, block_values, int4_quarters
+from triton_kernels.int4_linear_hopper import launch_int4_hopper, takes
+from triton_kernels.int4_packing import BLOCK, QUARTER, block_values, int4_divisor, int4_quarters
 from triton_kernels.launch import ceil_div
 from triton_kernels.linear_many import SUM_BLOCK, _sum_splits_kernel, first_of_block
 from triton_kernels.quantize_int4 import Int4Weight, dequantize_int4
@@ -47,6 +48,9 @@ class Int4TiledConfig(NamedTuple):
     splits: int = 1  # programs that share the sum over k
     scale_sums: bool = False  # else the weights are scaled; only groups of 128
     fused: bool = True  # else a gated layer's product is written, and another kernel gates it
+    hopper: bool = (
+        False  # int4_linear_hopper.py's kernel, with 128 outputs and 12 warps a program; else this one
+    )
 
 
 DEQUANTIZED = Int4TiledConfig(0, 0, 0, 0)
@@ -131,6 +135,8 @@ def _int4_tiled_kernel(
             next_values = block_values(scales + OUT, zeros + OUT, ahead, N, dtype, GROUP, HAS_ZEROS)
             up = _added(up, words, x, up_values, SCALE_SUMS)
             up_values = next_values
+    acc *= int4_divisor(dtype)
+    up *= int4_divisor(dtype)
     row_start = let_next_start_here(row_start, EARLY)
     outputs = (output_start + tl.arange(0, BLOCK_N))[:, None]
     rows = (row_start + tl.arange(0, BLOCK_M))[None, :]
@@ -170,6 +176,10 @@ def _launch(
 ) -> Tensor:
     if config.scale_sums and weight.group != BLOCK:
         raise ValueError(f"scaling sums needs groups of {BLOCK}, got {weight.group} and {config}")
+    if config.hopper and not takes(x, weight, gated=gated):
+        raise ValueError(
+            f"Hopper's kernel needs bfloat16, and multiples of 8 outputs, got {x.dtype}, {config}"
+        )
     num_rows, width = x.shape
     num_outputs = weight.outputs // 2 if gated else weight.outputs
     splits = config.splits
@@ -183,27 +193,33 @@ def _launch(
         "SPLITS": splits,
         "EARLY": can_start_early(x.device),
     }
-    words = weight.packed.view(torch.int16).view(-1, QUARTER)
-    tiles = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, config.block_n)
-    _int4_tiled_kernel[(tiles * splits,)](
-        TensorDescriptor.from_tensor(x, [config.block_m, BLOCK]),
-        TensorDescriptor.from_tensor(words, [config.block_n, QUARTER]),
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
-        x if bias is None else bias,
-        partial,
-        num_rows,
-        num_outputs,
-        width,
-        GROUP=weight.group,
-        HAS_ZEROS=weight.zeros is not None,
-        SCALE_SUMS=config.scale_sums,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **kind,
-    )
+    if config.hopper:
+        launch_int4_hopper(
+            x, weight, bias, y, partial, gated=gated, block_m=config.block_m, stages=config.num_stages,
+            splits=splits,
+        )  # fmt: skip
+    else:
+        words = weight.packed.view(torch.int16).view(-1, QUARTER)
+        tiles = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, config.block_n)
+        _int4_tiled_kernel[(tiles * splits,)](
+            TensorDescriptor.from_tensor(x, [config.block_m, BLOCK]),
+            TensorDescriptor.from_tensor(words, [config.block_n, QUARTER]),
+            weight.scales,
+            weight.scales if weight.zeros is None else weight.zeros,
+            x if bias is None else bias,
+            partial,
+            num_rows,
+            num_outputs,
+            width,
+            GROUP=weight.group,
+            HAS_ZEROS=weight.zeros is not None,
+            SCALE_SUMS=config.scale_sums,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **kind,
+        )
     if splits > 1:
         _sum_splits_kernel[(num_rows, ceil_div(num_outputs, SUM_BLOCK))](
             partial,

@@ -45,11 +45,14 @@ class Int4WarpConfig(NamedTuple):
     unroll: int  # blocks of 128 inputs that a warp loads at a time
 
 
-def default_int4_warp_config(weight: Int4Weight, gated: bool) -> Int4WarpConfig:
-    """The configuration if none is given; measured on an H200, groups of 128 without zero points."""
+def default_int4_warp_config(weight: Int4Weight, rows: int, gated: bool) -> Int4WarpConfig:
+    """The configuration if none is given; measured on an H200, groups of 128 without zero points.
+
+    All that a layer has are as many warps, so that a row's result does not depend on the number of rows.
+    """
     if gated:
         return Int4WarpConfig(1, 2, 2)
-    return Int4WarpConfig(1, 4, 4) if weight.width <= 8192 else Int4WarpConfig(1, 8, 2)
+    return Int4WarpConfig(1, 4, 2 if rows <= 2 else 4) if weight.width <= 8192 else Int4WarpConfig(1, 8, 2)
 
 
 def suits_warps(x: Tensor, weight: Int4Weight, gated: bool) -> bool:
@@ -125,12 +128,14 @@ def int4_linear_warp(
     x: Tensor, weight: Int4Weight, bias: Tensor | None = None, config: Int4WarpConfig | None = None
 ) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N]; see `suits_warps`."""
-    return _launch(x, weight, bias, False, config or default_int4_warp_config(weight, gated=False))
+    return _launch(
+        x, weight, bias, False, config or default_int4_warp_config(weight, x.shape[0], gated=False)
+    )
 
 
 def int4_gated_linear_warp(x: Tensor, weight: Int4Weight, config: Int4WarpConfig | None = None) -> Tensor:
     """x [M, K], weight [2F, K] -> silu(gate) * up, [M, F]; see `suits_warps`."""
-    return _launch(x, weight, None, True, config or default_int4_warp_config(weight, gated=True))
+    return _launch(x, weight, None, True, config or default_int4_warp_config(weight, x.shape[0], gated=True))
 
 
 def _launch(

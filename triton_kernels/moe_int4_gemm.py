@@ -34,6 +34,7 @@ from triton_kernels.int4_packing import (
     BLOCK_BYTES,
     QUARTER,
     block_values,
+    int4_divisor,
     int4_quarters,
 )
 from triton_kernels.launch import ceil_div
@@ -232,6 +233,9 @@ def _experts_int4_kernel(
                 next_values = block_values(up_scales, zeros + N, ahead, OUTPUTS, dtype, VALUES, HAS_ZEROS)
                 up = _added(up, words, x, up_values, GROUP, MXFP4)
                 up_values = next_values
+        if not MXFP4:
+            acc *= int4_divisor(dtype)
+            up *= int4_divisor(dtype)
         if HAS_BIAS:
             bias = bias_ptr + expert * OUTPUTS + there_columns
             acc += tl.load(bias).to(tl.float32)[:, None]

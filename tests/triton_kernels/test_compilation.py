@@ -30,13 +30,18 @@ FP8_KERNELS = {
     "_pairs_down_fp8_kernel",
 }
 """Only GPUs that have FP8 run them."""
-HOPPER_KERNELS = {"_paged_prefill_hopper_kernel", "_gated_delta_decode_hopper_kernel"}
+HOPPER_KERNELS = {
+    "_gated_delta_decode_hopper_kernel",
+    "_int4_hopper_kernel",
+    "_paged_prefill_hopper_kernel",
+}
 TALL_KERNELS = {
     "_paged_prefill_kernel",
     "_paged_prefill_hopper_kernel",
     "_tiled_linear_kernel",
     "_fp8_tiled_kernel",
     "_int4_tiled_kernel",
+    "_int4_hopper_kernel",
     "_delta_scan_kernel",
 }
 """Their tiles have 64 rows or more, as many as Hopper's matrix instructions take."""

@@ -35,4 +35,4 @@ def test_a_copy_of_each_constant_is_the_same(module: str) -> None:
 
 def test_the_constants_of_assembly_are_found() -> None:
     found = {name for module in MODULES for name in strings_of(module)}
-    assert {"_PAIRS_TO_FP16", "E2M1_PAIRS", "_INT4", "_WAIT"} <= found
+    assert {"_PAIRS_TO_FP16", "E2M1_PAIRS", "INT4_PAIRS", "_WAIT"} <= found

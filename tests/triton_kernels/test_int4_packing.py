@@ -28,6 +28,15 @@ def test_unpacking_is_the_inverse() -> None:
     assert torch.equal(unpack_int4(pack_int4(numbers)), numbers)
 
 
+def test_the_bits_of_a_byte_are_a_bfloat16_that_a_power_of_two_makes_its_numbers() -> None:
+    """What INT4_PAIRS relies on: for the lower four bits a factor of 2^126, for the upper ones 2^122."""
+    for byte in range(256):
+        for bits, factor in ((byte & 15, 2.0**126), (byte & 0xF0, 2.0**122)):
+            as_bfloat16 = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
+            number = byte & 15 if factor == 2.0**126 else byte >> 4
+            assert as_bfloat16.double() * factor == number / 128
+
+
 def test_a_width_that_is_no_multiple_of_128_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 128 inputs, got 192"):
         pack_int4(torch.zeros(4, 192, dtype=torch.int32))

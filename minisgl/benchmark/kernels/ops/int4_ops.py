@@ -19,6 +19,7 @@ from triton_kernels.int4_linear import (
     shared_bytes_of_numbers,
 )
 from triton_kernels.int4_linear_few import FEW_ROWS, Int4Config, int4_that_fits, rows_of_a_program
+from triton_kernels.int4_linear_hopper import OUTPUTS
 from triton_kernels.int4_linear_many import Int4TiledConfig
 from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div, next_power_of_2
@@ -121,7 +122,22 @@ def many_rows_candidates(
                 for n, parts in pairs
                 for scale_sums in (False, True)[: 1 + can_scale_sums]
             ]
+    if gpu.has_wgmma and outputs % 8 == 0:
+        found += _hopper_candidates(outputs, width, rows, gpu, gated)
     return list(dict.fromkeys(found))
+
+
+def _hopper_candidates(outputs: int, width: int, rows: int, gpu: Gpu, gated: bool) -> list[Int4TiledConfig]:
+    """Candidates of Hopper's kernel: the stages that fit, splits for one and two turns of programs."""
+    found = []
+    for block_m, stages in ((64, 8), (128, 5), (256, 3)):
+        if block_m > 64 and block_m // 2 >= rows:
+            continue
+        tiles = ceil_div(rows, block_m) * ceil_div(outputs, OUTPUTS if gated else 2 * OUTPUTS)
+        most = max(1, width // (BLOCK * LEAST_STEPS))
+        shares = [1] + [max(1, min(8, most, n * gpu.multiprocessors // tiles)) for n in (1, 2)]
+        found += [Int4TiledConfig(block_m, 2 * OUTPUTS, 12, stages, n, hopper=True) for n in shares]
+    return found
 
 
 def _stages(gpu: Gpu, stage_bytes: int, other_bytes: int) -> list[int]:

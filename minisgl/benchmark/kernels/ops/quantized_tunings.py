@@ -23,7 +23,7 @@ from triton_kernels.fp8_linear_many import (
 )
 from triton_kernels.fp8_linear_torch import fp8_linear_torch
 from triton_kernels.gpu import Gpu
-from triton_kernels.int4_linear import default_int4_tiled_config
+from triton_kernels.int4_linear import default_many_config
 from triton_kernels.int4_linear_many import (
     DEQUANTIZED,
     Int4TiledConfig,
@@ -36,7 +36,7 @@ from triton_kernels.silu_mul import silu_mul
 FP8_ROWS = (64, 128, 192, 256, 4096)
 BLOCKS_ROWS = (16, *FP8_ROWS)
 """Plain layers with scales of blocks have this kernel for any number of rows."""
-INT4_ROWS = (16, 32, 64, 96, 128, 256)
+INT4_ROWS = (16, 32, 64, 96, 128, 256, 512)
 CPU_OUTPUTS, CPU_WIDTH = 256, 128
 """The corner of a matrix that Triton's interpreter computes."""
 
@@ -115,13 +115,19 @@ def _int4_tuning(gated: bool) -> Tuning:
         return [*tiled, DEQUANTIZED]
 
     return Tuning(
-        files=("int4_linear_many.py", "int4_packing.py", "linear_many.py", "quantize_int4.py"),
+        files=(
+            "int4_linear_many.py",
+            "int4_linear_hopper.py",
+            "int4_packing.py",
+            "linear_many.py",
+            "quantize_int4.py",
+        ),
         by_size=True,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width, "group": BLOCK, "zeros": 0},
         near=lambda matrix: {},
         cases=_cases(problem, INT4_ROWS),
-        default=lambda matrix, size, element, gpu: default_int4_tiled_config(
-            _results(matrix, gated), size, gated, gpu
+        default=lambda matrix, size, element, gpu: default_many_config(
+            _results(matrix, gated), matrix.width, size, gated, gpu, hopper=gpu.has_wgmma
         ),
         candidates=candidates,
         launcher=int4_gated_linear_many_with if gated else int4_linear_many_with,

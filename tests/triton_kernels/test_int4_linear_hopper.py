@@ -1,0 +1,103 @@
+"""Linear layers of 4-bit weights by Hopper's warps with roles, against float64. Most needs a Hopper GPU."""
+
+import pytest
+import torch
+
+from tests.triton_kernels.int4_layer import Layer, assert_close, layer
+from tests.triton_kernels.test_int4_linear_many import poison_what_is_allocated_next
+from triton_kernels.gpu import Gpu
+from triton_kernels.int4_linear import default_hopper_config
+from triton_kernels.int4_linear_hopper import takes
+from triton_kernels.int4_linear_many import (
+    Int4TiledConfig,
+    int4_gated_linear_many_with,
+    int4_linear_many_with,
+)
+
+H200 = Gpu((9, 0), 227 << 10, 132)
+
+
+def hopper(block_m: int, stages: int, splits: int = 1) -> Int4TiledConfig:
+    return Int4TiledConfig(block_m, 128, 12, stages, splits, hopper=True)
+
+
+# Rows, outputs, width, group, zero points and a configuration; few, because each is compiled anew.
+CASES = [
+    ((256, 512, 1024), 128, False, hopper(256, 3)),
+    # Rows and outputs end within a tile, and two tiles share rows.
+    ((300, 200, 640), 128, True, hopper(256, 3)),
+    ((65, 136, 384), 64, True, hopper(128, 4)),
+    ((130, 136, 1152), 32, False, hopper(128, 5, splits=2)),
+    # Fewer steps than stages; and three of four splits have nothing to add.
+    ((96, 464, 128), 32, True, hopper(64, 8, splits=4)),
+    ((77, 1000, 640), 64, False, hopper(64, 2)),
+]
+
+
+@pytest.fixture
+def on_hopper(device: str) -> str:
+    if device != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return device
+
+
+def one_layer(size: tuple[int, int, int], group: int, zero_points: bool, device: str) -> Layer:
+    one = layer(size, group, zero_points, device)
+    assert takes(one.x, one.weight, gated=False)
+    return one
+
+
+@pytest.mark.parametrize(("size", "group", "zero_points", "config"), CASES)
+def test_every_row_and_output_is_computed_and_nothing_else_is_used(
+    size, group, zero_points, config, on_hopper
+):
+    one = one_layer(size, group, zero_points, on_hopper)
+    bias = one.bias if size[0] % 2 else None
+    poison_what_is_allocated_next(size[0], size[1], config.splits, on_hopper)
+    assert_close(int4_linear_many_with(one.x, one.weight, bias, config=config), one.expected(bias))
+
+
+@pytest.mark.parametrize(("size", "group", "zero_points", "config"), CASES)
+def test_a_gated_layer_takes_the_gate_from_the_first_half(size, group, zero_points, config, on_hopper):
+    rows, outputs, width = size
+    one = one_layer((rows, 2 * outputs, width), group, zero_points, on_hopper)
+    poison_what_is_allocated_next(rows, 2 * outputs, config.splits, on_hopper)
+    assert_close(int4_gated_linear_many_with(one.x, one.weight, config=config), one.expected_gated())
+
+
+def test_the_same_rows_yield_the_same_bits(on_hopper):
+    one = one_layer((256, 1024, 4096), 128, False, on_hopper)
+    first = int4_linear_many_with(one.x, one.weight, config=hopper(256, 3))
+    for _ in range(20):
+        assert torch.equal(int4_linear_many_with(one.x, one.weight, config=hopper(256, 3)), first)
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    one = layer((70, 64, 128), 128, False, "cpu")  # float32
+    assert not takes(one.x, one.weight, gated=False)
+    with pytest.raises(ValueError, match=r"Hopper's kernel needs bfloat16, .* got torch\.float32"):
+        int4_linear_many_with(one.x, one.weight, config=hopper(128, 5))
+
+
+def test_the_default_has_the_least_steps_one_after_the_other():
+    """Those that were the fastest on an H200, of Llama-3.1-8B's layers: rows of a program, splits."""
+    layers = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "gate and up": (14336, 4096)}
+    chosen = {
+        (name, rows): default_hopper_config(outputs, width, rows, name == "gate and up", H200)[:5]
+        for name, (outputs, width) in layers.items()
+        for rows in (96, 256, 512)
+    }
+    assert {key: (one[0], one[4]) for key, one in chosen.items()} == {
+        ("qkv", 96): (128, 2),
+        ("o", 96): (128, 4),
+        ("down", 96): (128, 4),
+        ("gate and up", 96): (128, 1),
+        ("qkv", 256): (128, 1),
+        ("o", 256): (128, 2),
+        ("down", 256): (128, 2),
+        ("gate and up", 256): (256, 1),
+        ("qkv", 512): (256, 1),
+        ("o", 512): (128, 1),
+        ("down", 512): (128, 1),
+        ("gate and up", 512): (128, 1),
+    }
