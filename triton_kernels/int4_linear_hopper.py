@@ -5,10 +5,10 @@
 M rows, N outputs (gated: 2 * N of the weight), K inputs; the weight is as quantize_int4.py says. Written in
 Gluon, Triton's language of explicit layouts and warps.
 
-A program multiplies 2 * 64 outputs (gated: 64 of gate and 64 of up) and BLOCK_M rows in steps of 128 inputs.
-Its warps have roles:
+A program multiplies 2 * 64 outputs (gated: 64 of gate and 64 of up) and ROWS rows, a power of two, with MORE
+rows besides, in steps of 128 inputs. Its warps have roles:
     two groups of four   64 outputs each. Packed weights become the numbers of half a step in registers, the
-                         tall operand, while the tensor cores multiply the half step before
+                         tall operand, while the tensor cores multiply the other half, or for the other group
     one warp             lets the copy engine fetch packed weights and rows STAGES steps ahead
 What a thread loads of 16-bit words is, quarter by quarter, what the matrix instruction wants of it. Numbers
 are multiplied by their scales, which rounds them to bfloat16.
@@ -64,8 +64,9 @@ _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 @gluon.jit
 def _fetch(
-    x_desc, w_desc, x_tiles, w_tiles, full, empty, row_start, output_start, second_start, first, steps, N,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, more_desc, w_desc, x_tiles, more_tiles, w_tiles, full, empty, row_start, output_start,
+    second_start, first, steps, N,
+    ROWS: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: let the copy engine fetch rows and words into slots that both groups have left."""
     for step in range(steps):
@@ -73,11 +74,14 @@ def _fetch(
         block = first + step
         mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
         landed = full.index(slot)
-        mbarrier.expect(landed, (BLOCK_M * _BLOCK + 2 * _OUTPUTS * _QUARTER) * 2)
+        mbarrier.expect(landed, ((ROWS + MORE) * _BLOCK + 2 * _OUTPUTS * _QUARTER) * 2)
         _copy_box(w_desc, [block * N + output_start, 0], landed, w_tiles.index(2 * slot))
         _copy_box(w_desc, [block * N + second_start, 0], landed, w_tiles.index(2 * slot + 1))
-        _copy_box(x_desc, [row_start, block * _BLOCK], landed, x_tiles.index(2 * slot))
-        _copy_box(x_desc, [row_start, block * _BLOCK + _HALF], landed, x_tiles.index(2 * slot + 1))
+        for half in gl.static_range(2):
+            k = block * _BLOCK + half * _HALF
+            _copy_box(x_desc, [row_start, k], landed, x_tiles.index(2 * slot + half))
+            if MORE:
+                _copy_box(more_desc, [row_start + ROWS, k], landed, more_tiles.index(2 * slot + half))
 
 
 @gluon.jit
@@ -149,90 +153,117 @@ def _half(words, scales, zeros, layout: gl.constexpr, HALF: gl.constexpr, HAS_ZE
 
 
 @gluon.jit
-def _multiply_group(
-    scale_ptr, zero_ptr, bias_ptr, y_ptr, y_desc, x_tiles, w_tiles, full, empty, ends, row_start,
-    output_start, second_start, first, steps, blocks, split, num_rows, N, OUT,
-    GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
-    SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MINE: gl.constexpr,
+def _finish(
+    acc, tile, other_done, bias_ptr, y_ptr, y_desc, row_start, start, split, num_rows, N, OUT,
+    ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
+    MINE: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the products of 64 outputs, and their end."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    start = second_start if MINE else output_start
-    end = N if GATED and MINE else OUT
-    output = gl.minimum(start + gl.arange(0, _OUTPUTS, gl.SliceLayout(1, layout)), end - 1)
-    scale_ptrs = scale_ptr + output
-    zero_ptrs = zero_ptr + output
-    acc = gl.zeros([_OUTPUTS, BLOCK_M], gl.float32, mma)
-    if steps > 0:
-        scales, zeros = _values_of(scale_ptrs, zero_ptrs, first, N, GROUP, HAS_ZEROS)
-        ahead = gl.minimum(first + 1, blocks - 1)
-        next_scales, next_zeros = _values_of(scale_ptrs, zero_ptrs, ahead, N, GROUP, HAS_ZEROS)
-        mbarrier.wait(full.index(0), 0)
-        words = w_tiles.index(MINE).load(layout)
-        low = _half(words, scales, zeros, layout, 0, HAS_ZEROS)
-        sums = warpgroup_mma(low, x_tiles.index(0).permute([1, 0]), acc, is_async=True)
-        high = _half(words, scales, zeros, layout, 1, HAS_ZEROS)
-        sums = warpgroup_mma(high, x_tiles.index(1).permute([1, 0]), sums, is_async=True)
-        low = warpgroup_mma_wait(1, deps=[low])
-        for step in range(1, steps):
-            scales, zeros = next_scales, next_zeros
-            ahead = gl.minimum(first + step + 1, blocks - 1)
-            next_scales, next_zeros = _values_of(scale_ptrs, zero_ptrs, ahead, N, GROUP, HAS_ZEROS)
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
-            words = w_tiles.index(2 * slot + MINE).load(layout)
-            low = _half(words, scales, zeros, layout, 0, HAS_ZEROS)
-            sums = warpgroup_mma(low, x_tiles.index(2 * slot).permute([1, 0]), sums, is_async=True)
-            high = warpgroup_mma_wait(1, deps=[high])
-            mbarrier.arrive(empty.index((step - 1) % STAGES))
-            high = _half(words, scales, zeros, layout, 1, HAS_ZEROS)
-            sums = warpgroup_mma(high, x_tiles.index(2 * slot + 1).permute([1, 0]), sums, is_async=True)
-            low = warpgroup_mma_wait(1, deps=[low])
-        acc, high = warpgroup_mma_wait(0, deps=[sums, high])
-    acc = acc * _DIVISOR
+    """Store a group's sums, or of a gated layer the first group's.
 
+    Args:
+        tile: shared memory [ROWS, outputs] that nobody reads any more; one for both groups of a gated layer.
+        other_done: of a gated layer, where the second group says that its sums are in the tile.
+    """
+    acc = acc * _DIVISOR
     output = start + gl.arange(0, _OUTPUTS, gl.SliceLayout(1, mma))
     if SPLITS > 1:  # y is the partial sums: float32 [SPLITS, M, N]
-        rows = (row_start + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma)))[None, :]
+        end = N if GATED and MINE else OUT
+        rows = (row_start + gl.arange(0, ROWS, gl.SliceLayout(0, mma)))[None, :]
         there = (rows < num_rows) & (output < end)[:, None]
         gl.store(y_ptr + (split * num_rows + rows).to(gl.int64) * N + output[:, None], acc, there)
     else:
         if HAS_BIAS:
             acc += gl.load(bias_ptr + gl.minimum(output, OUT - 1)).to(gl.float32)[:, None]
         rounded = acc.to(gl.bfloat16)
-        # Both groups have read all rows, so their places are free.
-        mbarrier.arrive(ends.index(0))
-        mbarrier.wait(ends.index(0), 0)
-        place: gl.constexpr = MINE if not GATED else 0
-        tile = x_tiles.index(place)
+        by_output = tile.permute([1, 0])
         if GATED and MINE:
-            tile.permute([1, 0]).store(rounded)
+            by_output.store(rounded)
             tl.debug_barrier()
-            mbarrier.arrive(ends.index(1))
+            mbarrier.arrive(other_done)
         else:
             if GATED:
-                mbarrier.wait(ends.index(1), 0)
-                up = tile.permute([1, 0]).load(mma).to(gl.float32)
+                mbarrier.wait(other_done, 0)
+                up = by_output.load(mma).to(gl.float32)
                 gate = rounded.to(gl.float32)
                 rounded = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
                 tl.debug_barrier()
-            tile.permute([1, 0]).store(rounded)
+            by_output.store(rounded)
             fence_async_shared()
             tl.debug_barrier()
             _store_box(y_desc, [row_start, start], tile)
             tma.store_wait(0)
 
 
+@gluon.jit
+def _multiply_group(
+    scale_ptr, zero_ptr, bias_ptr, y_ptr, y_desc, more_y_desc, x_tiles, more_tiles, w_tiles, full, empty,
+    ends, row_start, output_start, second_start, first, steps, blocks, split, num_rows, N, OUT,
+    GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
+    SPLITS: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr, MINE: gl.constexpr,
+):  # fmt: skip
+    """Four warps: the products of 64 outputs."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    more_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE or ROWS, 16])
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    start = second_start if MINE else output_start
+    end = N if GATED and MINE else OUT
+    output = gl.minimum(start + gl.arange(0, _OUTPUTS, gl.SliceLayout(1, layout)), end - 1)
+    scale_ptrs = scale_ptr + output
+    zero_ptrs = zero_ptr + output
+    acc = gl.zeros([_OUTPUTS, ROWS], gl.float32, mma)
+    more = gl.zeros([_OUTPUTS, MORE], gl.float32, more_mma) if MORE else 0
+    scales, zeros = _values_of(scale_ptrs, zero_ptrs, gl.minimum(first, blocks - 1), N, GROUP, HAS_ZEROS)
+    for step in range(steps):
+        ahead = gl.minimum(first + step + 1, blocks - 1)
+        next_scales, next_zeros = _values_of(scale_ptrs, zero_ptrs, ahead, N, GROUP, HAS_ZEROS)
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        words = w_tiles.index(2 * slot + MINE).load(layout)
+        # The second half becomes numbers while the tensor cores multiply the first.
+        low = _half(words, scales, zeros, layout, 0, HAS_ZEROS)
+        low_rows = x_tiles.index(2 * slot).permute([1, 0])
+        sums = warpgroup_mma(low, low_rows, acc, is_async=True)
+        if MORE:
+            low_rows = more_tiles.index(2 * slot).permute([1, 0])
+            more_sums = warpgroup_mma(low, low_rows, more, is_async=True)
+        high = _half(words, scales, zeros, layout, 1, HAS_ZEROS)
+        high_rows = x_tiles.index(2 * slot + 1).permute([1, 0])
+        sums = warpgroup_mma(high, high_rows, sums, is_async=True)
+        if MORE:
+            high_rows = more_tiles.index(2 * slot + 1).permute([1, 0])
+            more_sums = warpgroup_mma(high, high_rows, more_sums, is_async=True)
+            acc, more, low, high = warpgroup_mma_wait(0, deps=[sums, more_sums, low, high])
+        else:
+            acc, low, high = warpgroup_mma_wait(0, deps=[sums, low, high])
+        mbarrier.arrive(empty.index(slot))
+        scales, zeros = next_scales, next_zeros
+    if SPLITS == 1:
+        # Both groups have read all rows, so their places are free.
+        mbarrier.arrive(ends.index(0))
+        mbarrier.wait(ends.index(0), 0)
+    place: gl.constexpr = 0 if GATED else MINE
+    _finish(
+        acc, x_tiles.index(place), ends.index(1), bias_ptr, y_ptr, y_desc, row_start, start, split, num_rows,
+        N, OUT, ROWS, HAS_BIAS, GATED, SPLITS, MINE, mma,
+    )  # fmt: skip
+    if MORE:
+        _finish(
+            more, more_tiles.index(place), ends.index(2), bias_ptr, y_ptr, more_y_desc, row_start + ROWS,
+            start, split, num_rows, N, OUT, MORE, HAS_BIAS, GATED, SPLITS, MINE, more_mma,
+        )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def _int4_hopper_kernel(
     x_desc,
+    more_desc,
     w_desc,
     scale_ptr,
     zero_ptr,
     bias_ptr,
     y_ptr,
     y_desc,
+    more_y_desc,
     num_rows,
     OUT,
     K,
@@ -241,22 +272,28 @@ def _int4_hopper_kernel(
     HAS_BIAS: gl.constexpr,
     GATED: gl.constexpr,
     SPLITS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
+    ROWS: gl.constexpr,
+    MORE: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     N = 2 * OUT if GATED else OUT
     WIDTH: gl.constexpr = _OUTPUTS if GATED else 2 * _OUTPUTS
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BLOCK_M, _HALF], _ROW_LAYOUT)
+    BLOCK_M: gl.constexpr = ROWS + MORE
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, _HALF], _ROW_LAYOUT)
+    more_tiles = x_tiles
+    if MORE:
+        more_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, MORE, _HALF], _ROW_LAYOUT)
     w_tiles = gl.allocate_shared_memory(gl.int16, [2 * STAGES, _OUTPUTS, _QUARTER], _WORD_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ends = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ends = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(ends.index(0), count=2)
     mbarrier.init(ends.index(1), count=1)
+    mbarrier.init(ends.index(2), count=1)
 
     # Programs that read the same part of the weight follow each other.
     program = after_predecessor_here(gl.program_id(0), EARLY)
@@ -273,18 +310,18 @@ def _int4_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply_group, (
-                scale_ptr, zero_ptr, bias_ptr, y_ptr, y_desc, x_tiles, w_tiles, full, empty, ends, row_start,
-                output_start, second_start, first, steps, blocks, split, num_rows, N, OUT, GROUP, HAS_ZEROS,
-                HAS_BIAS, GATED, SPLITS, BLOCK_M, STAGES, 0,
+                scale_ptr, zero_ptr, bias_ptr, y_ptr, y_desc, more_y_desc, x_tiles, more_tiles, w_tiles, full,
+                empty, ends, row_start, output_start, second_start, first, steps, blocks, split, num_rows, N,
+                OUT, GROUP, HAS_ZEROS, HAS_BIAS, GATED, SPLITS, ROWS, MORE, STAGES, 0,
             )),
             (_multiply_group, (
-                scale_ptr, zero_ptr, bias_ptr, y_ptr, y_desc, x_tiles, w_tiles, full, empty, ends, row_start,
-                output_start, second_start, first, steps, blocks, split, num_rows, N, OUT, GROUP, HAS_ZEROS,
-                HAS_BIAS, GATED, SPLITS, BLOCK_M, STAGES, 1,
+                scale_ptr, zero_ptr, bias_ptr, y_ptr, y_desc, more_y_desc, x_tiles, more_tiles, w_tiles, full,
+                empty, ends, row_start, output_start, second_start, first, steps, blocks, split, num_rows, N,
+                OUT, GROUP, HAS_ZEROS, HAS_BIAS, GATED, SPLITS, ROWS, MORE, STAGES, 1,
             )),
             (_fetch, (
-                x_desc, w_desc, x_tiles, w_tiles, full, empty, row_start, output_start, second_start, first,
-                steps, N, BLOCK_M, STAGES,
+                x_desc, more_desc, w_desc, x_tiles, more_tiles, w_tiles, full, empty, row_start, output_start,
+                second_start, first, steps, N, ROWS, MORE, STAGES,
             )),
         ],
         [4, 4],
@@ -318,7 +355,7 @@ def launch_int4_hopper(
     """x [M, K] -> y [M, N]; with several splits only their parts, float32 [splits, M, outputs of the weight].
 
     Args:
-        block_m: rows of a program: 64, 128 or 256.
+        block_m: rows of a program: 64, 128 or 256, or one of these and a smaller power of two from 16 on.
         splits: programs that share the sum over k.
     """
     num_rows, width = x.shape
@@ -326,14 +363,18 @@ def launch_int4_hopper(
     own = OUTPUTS if gated else 2 * OUTPUTS
     words = weight.packed.view(torch.int16).view(-1, QUARTER)
     tiles = ceil_div(num_rows, block_m) * ceil_div(results, own)
+    rows = 1 << block_m.bit_length() - 1
+    more = block_m - rows
     _int4_hopper_kernel[(tiles * splits,)](
-        TensorDescriptor.from_tensor(x, [block_m, BLOCK // 2], _ROW_LAYOUT),
+        TensorDescriptor.from_tensor(x, [rows, BLOCK // 2], _ROW_LAYOUT),
+        TensorDescriptor.from_tensor(x, [more or rows, BLOCK // 2], _ROW_LAYOUT),
         TensorDescriptor.from_tensor(words, [OUTPUTS, QUARTER], _WORD_LAYOUT),
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         x if bias is None else bias,
         partial,
-        TensorDescriptor.from_tensor(y, [block_m, OUTPUTS], _ROW_LAYOUT),
+        TensorDescriptor.from_tensor(y, [rows, OUTPUTS], _ROW_LAYOUT),
+        TensorDescriptor.from_tensor(y, [more or rows, OUTPUTS], _ROW_LAYOUT),
         num_rows,
         results,
         width,
@@ -342,7 +383,8 @@ def launch_int4_hopper(
         HAS_BIAS=bias is not None,
         GATED=gated,
         SPLITS=splits,
-        BLOCK_M=block_m,
+        ROWS=rows,
+        MORE=more,
         STAGES=stages,
         EARLY=can_start_early(x.device),
         num_warps=4,

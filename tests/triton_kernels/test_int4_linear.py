@@ -111,9 +111,9 @@ def test_a_table_without_choices_for_few_rows_does_not_decide_them(monkeypatch):
         assert _many_config(one.x, one.weight, False) == found
 
 
-def test_65_to_96_rows_have_a_size_of_their_own():
-    assert [_size_of(rows) for rows in (1, 9, 16, 17, 64, 65, 96, 97, 128, 129)] == [
-        1, 16, 16, 32, 64, 96, 96, 128, 128, 256,
+def test_some_rows_between_powers_of_two_have_a_size_of_their_own():
+    assert [_size_of(rows) for rows in (1, 9, 16, 17, 64, 65, 96, 97, 129, 161, 193, 257)] == [
+        1, 16, 16, 32, 64, 96, 96, 128, 160, 192, 256, 512,
     ]  # fmt: skip
 
 

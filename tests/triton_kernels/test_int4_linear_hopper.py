@@ -7,12 +7,13 @@ from tests.triton_kernels.int4_layer import Layer, assert_close, layer
 from tests.triton_kernels.test_int4_linear_many import poison_what_is_allocated_next
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import default_hopper_config
-from triton_kernels.int4_linear_hopper import takes
+from triton_kernels.int4_linear_hopper import OUTPUTS, takes
 from triton_kernels.int4_linear_many import (
     Int4TiledConfig,
     int4_gated_linear_many_with,
     int4_linear_many_with,
 )
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 
 H200 = Gpu((9, 0), 227 << 10, 132)
 
@@ -31,6 +32,10 @@ CASES = [
     # Fewer steps than stages; and three of four splits have nothing to add.
     ((96, 464, 128), 32, True, hopper(64, 8, splits=4)),
     ((77, 1000, 640), 64, False, hopper(64, 2)),
+    # Tiles of two parts.
+    ((150, 200, 640), 128, True, hopper(160, 4)),
+    ((400, 464, 1152), 32, False, hopper(192, 4, splits=2)),
+    ((70, 136, 384), 64, False, hopper(80, 8)),
 ]
 
 
@@ -79,25 +84,26 @@ def test_what_the_kernel_does_not_take_is_refused():
         int4_linear_many_with(one.x, one.weight, config=hopper(128, 5))
 
 
-def test_the_default_has_the_least_steps_one_after_the_other():
-    """Those that were the fastest on an H200, of Llama-3.1-8B's layers: rows of a program, splits."""
+def test_the_default_is_what_was_fastest():
+    """Of Llama-3.1-8B's layers on an H200: rows of a program, splits."""
     layers = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "gate and up": (14336, 4096)}
-    chosen = {
-        (name, rows): default_hopper_config(outputs, width, rows, name == "gate and up", H200)[:5]
-        for name, (outputs, width) in layers.items()
-        for rows in (96, 256, 512)
-    }
-    assert {key: (one[0], one[4]) for key, one in chosen.items()} == {
-        ("qkv", 96): (128, 2),
-        ("o", 96): (128, 4),
-        ("down", 96): (128, 4),
-        ("gate and up", 96): (128, 1),
-        ("qkv", 256): (128, 1),
-        ("o", 256): (128, 2),
-        ("down", 256): (128, 2),
-        ("gate and up", 256): (256, 1),
-        ("qkv", 512): (256, 1),
-        ("o", 512): (128, 1),
-        ("down", 512): (128, 1),
-        ("gate and up", 512): (128, 1),
-    }
+
+    def chosen(rows: int) -> dict[str, tuple[int, int]]:
+        configs = {
+            name: default_hopper_config(outputs, width, rows, name == "gate and up", H200)
+            for name, (outputs, width) in layers.items()
+        }
+        return {name: (config.block_m, config.splits) for name, config in configs.items()}
+
+    assert chosen(96) == {"qkv": (96, 2), "o": (96, 4), "down": (96, 4), "gate and up": (96, 1)}
+    assert chosen(128) == {"qkv": (128, 2), "o": (128, 4), "down": (128, 4), "gate and up": (128, 1)}
+    assert chosen(160) == {"qkv": (160, 2), "o": (160, 4), "down": (160, 4), "gate and up": (160, 1)}
+    assert chosen(256) == {"qkv": (128, 1), "o": (128, 2), "down": (256, 4), "gate and up": (256, 1)}
+    assert chosen(512) == {"qkv": (256, 1), "o": (128, 1), "down": (256, 2), "gate and up": (256, 1)}
+
+
+def test_the_default_fits_into_shared_memory():
+    for rows in (65, 100, 130, 170, 200, 300, 512):
+        config = default_hopper_config(4096, 4096, rows, False, H200)
+        stage = 2 * config.block_m * BLOCK + 2 * OUTPUTS * BLOCK_BYTES
+        assert config.num_stages * stage + 1024 <= H200.shared_bytes

@@ -13,7 +13,6 @@ from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, r
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import (
     MOST_ROWS,
-    TWO_TILES,
     int4_gated_linear_reference,
     int4_linear_reference,
     shared_bytes_of_numbers,
@@ -94,7 +93,8 @@ def many_rows_candidates(
     """
     if not gpu.has_tma or rows > MOST_ROWS:
         return []
-    narrow = 64 if rows == TWO_TILES else max(16, next_power_of_2(min(rows, 256)))
+    # Up to 96 rows two tiles of 64 share rows.
+    narrow = 64 if 64 < rows <= 96 else max(16, next_power_of_2(min(rows, 256)))
     tiles = [(narrow, 64, 4), (narrow, 128, 8), (narrow, 128, 4)]
     if narrow > 128:
         tiles += [(128, 64, 4), (128, 128, 8)]
@@ -128,10 +128,10 @@ def many_rows_candidates(
 
 
 def _hopper_candidates(outputs: int, width: int, rows: int, gpu: Gpu, gated: bool) -> list[Int4TiledConfig]:
-    """Candidates of Hopper's kernel: the stages that fit, splits for one and two turns of programs."""
+    """Candidates of Hopper's kernel: tiles near these rows, splits for one and two turns of programs."""
     found = []
-    for block_m, stages in ((64, 8), (128, 5), (256, 3)):
-        if block_m > 64 and block_m // 2 >= rows:
+    for block_m, stages in ((64, 8), (96, 7), (128, 5), (160, 4), (192, 4), (256, 3)):
+        if not rows <= 2 * block_m <= 4 * rows:
             continue
         tiles = ceil_div(rows, block_m) * ceil_div(outputs, OUTPUTS if gated else 2 * OUTPUTS)
         most = max(1, width // (BLOCK * LEAST_STEPS))
