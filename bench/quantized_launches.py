@@ -205,7 +205,7 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
                 call = functools.partial(many, empty(rows, width), own, config=config)
                 yield Launch(f"{name}, {rows} tiled", call, rows == 64)
         if gpu.has_wgmma:
-            for rows in (96, 256):
+            for rows in (96, 160, 192, 256):
                 config = int4_linear.default_hopper_config(results, width, rows, gated, gpu)
                 call = functools.partial(many, empty(rows, width), own, config=config)
                 yield Launch(f"{name}, {rows} by warps with roles", call, rows == 256)

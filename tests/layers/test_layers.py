@@ -92,7 +92,9 @@ def test_a_packed_weight_multiplies_alike_and_its_parts_can_be_loaded_again(dtyp
     assert is_packed(fused.values)
     assert fused.values.shape == before.shape
     pack()  # a second time, it does nothing
-    torch.testing.assert_close(mlp(x), expected)
+    # Sums in another order; where large terms cancel, a number by itself may be far off.
+    error = (mlp(x) - expected).double().norm() / expected.double().norm()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-6), error
     parts = mlp.gate_up_proj.part_tensors()
     assert torch.equal(torch.cat(list(parts.values())), before)
     parts["up_proj.weight"].zero_()
