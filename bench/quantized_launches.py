@@ -195,13 +195,13 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
         for rows in (8, 16) if group == 128 and not gated else (8,):
             call = functools.partial(warp, empty(rows, width), own)
             yield Launch(f"{name}, {rows} in warps", call, rows == 8 and not gated)
+        results = outputs // 2 if gated else outputs
+        many = int4_linear_many.int4_linear_many_with
+        if gated:
+            many = int4_linear_many.int4_gated_linear_many_with
         if gpu.has_tma:
-            results = outputs // 2 if gated else outputs
             for rows in (16, 32, 64, 256) if gpu.has_wgmma else (64, 256):
                 config = int4_linear.default_int4_tiled_config(results, rows, gated, gpu, group)
-                many = int4_linear_many.int4_linear_many_with
-                if gated:
-                    many = int4_linear_many.int4_gated_linear_many_with
                 call = functools.partial(many, empty(rows, width), own, config=config)
                 yield Launch(f"{name}, {rows} tiled", call, rows == 64)
         if gpu.has_wgmma:

@@ -22,6 +22,8 @@ Cost: N*K/2 + 2*M*K bytes read, 2*M*N bytes written, 2*M*N*K FLOP.
 # Gluon's compile-time values are plain objects to a reader of types, and its tensors are built by them.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
+# Both ends of a loop's turn ask the same compile-time value.
+# pyright: reportPossiblyUnboundVariable=false
 
 import torch
 import triton.language as tl
