@@ -9,7 +9,7 @@ A program multiplies 2 * 64 outputs (gated: 64 of gate and 64 of up) and ROWS ro
 rows besides, in steps of 128 inputs. Its warps have roles:
     two groups of four   64 outputs each. Packed weights become the numbers of half a step in registers, the
                          tall operand, while the tensor cores multiply the other half, or for the other group
-    one warp             lets the copy engine fetch packed weights and rows STAGES steps ahead
+    one more             a thread of it lets the copy engine fetch packed weights and rows STAGES steps ahead
 What a thread loads of 16-bit words is, quarter by quarter, what the matrix instruction wants of it. Numbers
 are multiplied by their scales, which rounds them to bfloat16.
 
@@ -59,7 +59,7 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 _ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 
-# Gluon's names change: async_load is there since Triton 3.8, without the older name; and so is async_store.
+# Gluon's names change: these are since Triton 3.8.
 _copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -70,7 +70,7 @@ def _fetch(
     second_start, first, steps, N,
     ROWS: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: let the copy engine fetch rows and words into slots that both groups have left."""
+    """Let the copy engine fetch rows and words into slots that both groups have left."""
     for step in range(steps):
         slot = step % STAGES
         block = first + step
