@@ -231,9 +231,11 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
     """x [M, K], bias [N] -> [M, N], all of one dtype.
 
     Raises:
-        ValueError: the weight's tensors do not fit each other, or x.
+        ValueError: the weight's tensors do not fit each other, or x; or a bias of another dtype.
     """
     _check(x, weight)
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"a bias is of the dtype of x, {x.dtype}; got {bias.dtype}")
     if x.device.type == "cpu":
         return int4_linear_reference(x, weight, bias)
     return int4_linear_many(x, *weight, bias)

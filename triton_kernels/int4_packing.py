@@ -2,8 +2,10 @@
 
 `packed` is uint8 [..., K / 128, N, 64]. Two bytes next to each other are a word: bits 0-3 of word c of a
 block are its input c, bits 4-7 input 32 + c, bits 8-11 input 64 + c, bits 12-15 input 96 + c. So two words,
-one register of a thread, are pairs of neighbours in each quarter of the block, and a pair takes a shift and a
-mask to get where bfloat16 has its bits; and a group of 32 inputs is a quarter. N outputs, K inputs.
+one register of a thread, are pairs of neighbours in each quarter of the block. A mask, and one shift for both
+last quarters, brings a pair to where bfloat16 has its bits. A group of 32 inputs is a quarter.
+
+N outputs, K inputs.
 """
 
 # A constexpr is a plain value inside of a kernel.

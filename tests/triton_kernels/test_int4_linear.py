@@ -126,3 +126,9 @@ def test_the_default_configuration_fits_into_shared_memory_and_registers(gated):
             assert config.num_stages >= 2
             assert BLOCK_BYTES * (weight_rows + 4 * config.block_m) * config.num_stages <= H200.shared_bytes
             assert weight_rows * config.block_m <= 160 * 32 * config.num_warps
+
+
+def test_a_bias_of_another_dtype_is_refused():
+    one = layer((3, 64, 128), 128, False, "cpu")
+    with pytest.raises(ValueError, match=r"a bias is of the dtype of x, torch\.float32; got torch\.float16"):
+        int4_linear(one.x, one.weight, one.bias.half())

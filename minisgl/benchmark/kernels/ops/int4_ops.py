@@ -122,7 +122,7 @@ def many_rows_candidates(
                 for n, parts in pairs
                 for scale_sums in (False, True)[: 1 + can_scale_sums]
             ]
-    if gpu.has_wgmma and outputs % 8 == 0:
+    if gpu.has_wgmma and outputs % 8 == 0 and rows > FEW_ROWS:
         found += _hopper_candidates(outputs, width, rows, gpu, gated)
     return list(dict.fromkeys(found))
 

@@ -127,7 +127,12 @@ def _int4_tuning(gated: bool) -> Tuning:
         near=lambda matrix: {},
         cases=_cases(problem, INT4_ROWS),
         default=lambda matrix, size, element, gpu: default_many_config(
-            _results(matrix, gated), matrix.width, size, gated, gpu, hopper=gpu.has_wgmma
+            _results(matrix, gated),
+            matrix.width,
+            size,
+            gated,
+            gpu,
+            hopper=gpu.has_wgmma and _results(matrix, gated) % 8 == 0,
         ),
         candidates=candidates,
         launcher=int4_gated_linear_many_with if gated else int4_linear_many_with,
