@@ -12,6 +12,8 @@ rows on it mostly launches int4_linear_hopper.py. Beyond MOST_ROWS the weight is
 torch multiplies: that takes 2*N*K bytes of memory for a moment.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -98,6 +100,7 @@ def default_int4_tiled_config(
     )
 
 
+@functools.cache  # launches that are not recorded ask each time
 def default_hopper_config(num_outputs: int, width: int, rows: int, gated: bool, gpu: Gpu) -> Int4TiledConfig:
     """The configuration of Hopper's kernel that should take the least time, if none is given or tuned.
 
