@@ -36,9 +36,10 @@ from triton_kernels.silu_mul import silu_mul_reference
 from triton_kernels.tuning import tuned
 
 MOST_ROWS = 512
+_MOST_TUNED = 256
 BETWEEN = (96, 160, 192)
-"""Tuned numbers of rows between two powers of two, for which kernels have tiles."""
-_HOPPER_TILES = {96: (7, 0.81), 128: (5, 0.86), 160: (4, 1.09), 192: (4, 1.16), 256: (3, 1.47)}
+"""Numbers of rows between two powers of two for which Hopper's kernel has tiles; tuned, as the powers are."""
+HOPPER_TILES = {96: (7, 0.81), 128: (5, 0.86), 160: (4, 1.09), 192: (4, 1.16), 256: (3, 1.47)}
 """Rows of a program of Hopper's kernel: the stages that fit, and microseconds of a step on an H200."""
 _LARGE = 4096 * 4096
 """Numbers of a weight from which on the kernel for many rows is the faster one from 9 rows on."""
@@ -117,19 +118,26 @@ def default_hopper_config(num_outputs: int, width: int, rows: int, gated: bool, 
         steps = ceil_div(tiles * splits, gpu.multiprocessors) * ceil_div(width // BLOCK, splits)
         # Parts are written and read again, and another kernel adds them up.
         adding = 2 + splits * rows * sums * 8 / 5e6 if splits > 1 else 0
-        return steps * _HOPPER_TILES[block_m][1] + adding
+        return steps * HOPPER_TILES[block_m][1] + adding
 
-    every = [(block_m, splits) for block_m in _HOPPER_TILES for splits in range(1, 5)]
+    every = [(block_m, splits) for block_m in HOPPER_TILES for splits in range(1, 5)]
     block_m, splits = min(every, key=lambda one: microseconds(*one))
-    return Int4TiledConfig(block_m, 2 * OUTPUTS, 12, _HOPPER_TILES[block_m][0], splits, hopper=True)
+    return Int4TiledConfig(block_m, 2 * OUTPUTS, 12, HOPPER_TILES[block_m][0], splits, hopper=True)
+
+
+def suits_hopper(num_outputs: int, gpu: Gpu) -> bool:
+    """Whether Hopper's kernel can store a layer's results, of bfloat16."""
+    return gpu.has_wgmma and num_outputs % 8 == 0
 
 
 def default_many_config(
     num_outputs: int, width: int, rows: int, gated: bool, gpu: Gpu, group: int = BLOCK, *, hopper: bool
 ) -> Int4TiledConfig:
-    """The configuration if none is tuned; `rows` is as `_size_of` gives it.
+    """The configuration if none is tuned.
 
     Args:
+        num_outputs: outputs per row: N, or N / 2 if `gated`.
+        rows: a power of two, or one of BETWEEN.
         hopper: the layer suits Hopper's kernel.
     """
     if hopper and rows > 64:
@@ -140,7 +148,7 @@ def default_many_config(
 def _size_of(rows: int) -> int:
     """The number of rows, of those that are tuned, whose configuration serves `rows`.
 
-    Tiles are filled with zeros where rows end, which takes the copy engine longer than rows do.
+    A tile larger than the rows is filled with zeros, which takes the copy engine longer than rows do.
     """
     power = next_power_of_2(rows)
     return next((size for size in BETWEEN if power // 2 < rows <= size < power), power)
@@ -150,7 +158,7 @@ def _many_config(x: Tensor, weight: Int4Weight, gated: bool) -> Int4TiledConfig:
     outputs = weight.outputs // 2 if gated else weight.outputs
     size = _size_of(x.shape[0])
     hopper = takes(x, weight, gated=gated)
-    if hopper and x.shape[0] > 256:  # what is tuned ends there
+    if hopper and x.shape[0] > _MOST_TUNED:
         return default_hopper_config(outputs, weight.width, x.shape[0], gated, gpu_of(x.device))
     default = default_many_config(
         outputs, weight.width, size, gated, gpu_of(x.device), weight.group, hopper=hopper

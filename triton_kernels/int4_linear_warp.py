@@ -48,7 +48,8 @@ class Int4WarpConfig(NamedTuple):
 def default_int4_warp_config(weight: Int4Weight, rows: int, gated: bool) -> Int4WarpConfig:
     """The configuration if none is given; measured on an H200, groups of 128 without zero points.
 
-    All that a layer has are as many warps, so that a row's result does not depend on the number of rows.
+    All configurations of a layer have the same number of warps, so a row's result does not depend on how many
+    rows there are.
     """
     if gated:
         return Int4WarpConfig(1, 2, 2)

@@ -138,7 +138,7 @@ def _addends(zeros, HAS_ZEROS: tl.constexpr, CROWDED: tl.constexpr):
 
 @triton.jit
 def unscaled(sums, MXFP4: tl.constexpr):
-    """The sums of CROWDED steps without the factor that their numbers carry."""
+    """The sums without the factor that their numbers carry; whole numbers only of CROWDED steps."""
     return sums * (18446744073709551616.0 if MXFP4 else int4_divisor(tl.bfloat16))
 
 

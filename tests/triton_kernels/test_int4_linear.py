@@ -132,3 +132,23 @@ def test_a_bias_of_another_dtype_is_refused():
     one = layer((3, 64, 128), 128, False, "cpu")
     with pytest.raises(ValueError, match=r"a bias is of the dtype of x, torch\.float32; got torch\.float16"):
         int4_linear(one.x, one.weight, one.bias.half())
+
+
+PACKED_4096 = (((32, 4096, 64), torch.uint8), ((32, 4096), torch.bfloat16))
+"""What a weight of 4096 x 4096 in groups of 128 holds."""
+
+
+def test_hoppers_kernel_is_chosen_for_bfloat16_from_65_rows_on_and_only_where_it_can_store(monkeypatch):
+    monkeypatch.setattr(int4_linear_module, "tuned", lambda default, *_, **__: default)
+    weight = Int4Weight(*(torch.empty(s, device="meta", dtype=d) for s, d in PACKED_4096), None)
+
+    def chosen(rows: int, dtype: torch.dtype = torch.bfloat16) -> Int4TiledConfig:
+        return _many_config(torch.empty((rows, 4096), device="meta", dtype=dtype), weight, False)
+
+    assert [chosen(rows).hopper for rows in (33, 64, 65, 200, 300, 512)] == [False, False, *4 * [True]]
+    assert chosen(300).block_m == 160  # of these rows, not of the next tuned number
+    assert not chosen(200, torch.float16).hopper
+    on_hopper = chosen(200)
+    monkeypatch.setattr(int4_linear_module, "tuned", lambda *_, **__: on_hopper)
+    assert chosen(200) == on_hopper
+    assert not chosen(200, torch.float16).hopper

@@ -12,10 +12,12 @@ from torch import Tensor
 from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import (
+    HOPPER_TILES,
     MOST_ROWS,
     int4_gated_linear_reference,
     int4_linear_reference,
     shared_bytes_of_numbers,
+    suits_hopper,
 )
 from triton_kernels.int4_linear_few import FEW_ROWS, Int4Config, int4_that_fits, rows_of_a_program
 from triton_kernels.int4_linear_hopper import OUTPUTS
@@ -122,7 +124,7 @@ def many_rows_candidates(
                 for n, parts in pairs
                 for scale_sums in (False, True)[: 1 + can_scale_sums]
             ]
-    if gpu.has_wgmma and outputs % 8 == 0 and rows > FEW_ROWS:
+    if suits_hopper(outputs, gpu) and rows > 64:
         found += _hopper_candidates(outputs, width, rows, gpu, gated)
     return list(dict.fromkeys(found))
 
@@ -130,7 +132,7 @@ def many_rows_candidates(
 def _hopper_candidates(outputs: int, width: int, rows: int, gpu: Gpu, gated: bool) -> list[Int4TiledConfig]:
     """Candidates of Hopper's kernel: tiles near these rows, splits for one and two turns of programs."""
     found = []
-    for block_m, stages in ((64, 8), (96, 7), (128, 5), (160, 4), (192, 4), (256, 3)):
+    for block_m, (stages, _) in HOPPER_TILES.items():
         if not rows <= 2 * block_m <= 4 * rows:
             continue
         tiles = ceil_div(rows, block_m) * ceil_div(outputs, OUTPUTS if gated else 2 * OUTPUTS)

@@ -23,7 +23,7 @@ from triton_kernels.fp8_linear_many import (
 )
 from triton_kernels.fp8_linear_torch import fp8_linear_torch
 from triton_kernels.gpu import Gpu
-from triton_kernels.int4_linear import BETWEEN, default_many_config
+from triton_kernels.int4_linear import BETWEEN, default_many_config, suits_hopper
 from triton_kernels.int4_linear_many import (
     DEQUANTIZED,
     Int4TiledConfig,
@@ -36,7 +36,7 @@ from triton_kernels.silu_mul import silu_mul
 FP8_ROWS = (64, 128, 192, 256, 4096)
 BLOCKS_ROWS = (16, *FP8_ROWS)
 """Plain layers with scales of blocks have this kernel for any number of rows."""
-INT4_ROWS = (16, 32, 64, *BETWEEN[:1], 128, *BETWEEN[1:], 256)
+INT4_ROWS = tuple(sorted((16, 32, 64, 128, 256, *BETWEEN)))
 CPU_OUTPUTS, CPU_WIDTH = 256, 128
 """The corner of a matrix that Triton's interpreter computes."""
 
@@ -132,7 +132,7 @@ def _int4_tuning(gated: bool) -> Tuning:
             size,
             gated,
             gpu,
-            hopper=gpu.has_wgmma and _results(matrix, gated) % 8 == 0,
+            hopper=suits_hopper(_results(matrix, gated), gpu),
         ),
         candidates=candidates,
         launcher=int4_gated_linear_many_with if gated else int4_linear_many_with,
