@@ -39,7 +39,7 @@ _QUARTER = tl.constexpr(QUARTER)
 
 
 class Int4TiledConfig(NamedTuple):
-    """A launch configuration of the kernel."""
+    """A launch configuration of this file's kernel, or of int4_linear_hopper.py's."""
 
     block_m: int  # rows per program
     block_n: int  # outputs per program, at least 64
@@ -48,9 +48,7 @@ class Int4TiledConfig(NamedTuple):
     splits: int = 1  # programs that share the sum over k
     scale_sums: bool = False  # else the weights are scaled; only groups of 128
     fused: bool = True  # else a gated layer's product is written, and another kernel gates it
-    hopper: bool = (
-        False  # int4_linear_hopper.py's kernel, with 128 outputs and 12 warps a program; else this one
-    )
+    hopper: bool = False  # that kernel: 128 outputs of the weight and 12 warps a program
 
 
 DEQUANTIZED = Int4TiledConfig(0, 0, 0, 0)
@@ -112,7 +110,7 @@ def _int4_tiled_kernel(
     zeros = zero_ptr + tl.minimum(output_start + tl.arange(0, BLOCK_N), OUT - 1)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    dtype: tl.constexpr = bias_ptr.dtype.element_ty  # that of x, which is there if no bias is
+    dtype: tl.constexpr = x_desc.dtype
     last = blocks - 1
     start = tl.minimum(first, last)
     values = block_values(scales, zeros, start, N, dtype, GROUP, HAS_ZEROS)
@@ -158,14 +156,18 @@ def _int4_tiled_kernel(
 def int4_linear_many_with(
     x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, config: Int4TiledConfig
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N] by one configuration, whatever the device."""
+    """x [M, K], weight [N, K], bias [N] -> [M, N] by one configuration.
+
+    Raises:
+        ValueError: the configuration is not for such a weight, rows or GPU.
+    """
     if config == DEQUANTIZED:
         return F.linear(x, dequantize_int4(weight, x.dtype), bias)
     return _launch(x, weight, bias, False, config)
 
 
 def int4_gated_linear_many_with(x: Tensor, weight: Int4Weight, *, config: Int4TiledConfig) -> Tensor:
-    """x [M, K], weight [2F, K] -> silu(gate) * up, [M, F], by one configuration, whatever the device."""
+    """x [M, K], weight [2F, K] -> silu(gate) * up, [M, F], by one configuration; raises as the above."""
     if config == DEQUANTIZED or not config.fused:
         return silu_mul(int4_linear_many_with(x, weight, config=config))
     return _launch(x, weight, None, True, config)
@@ -178,7 +180,8 @@ def _launch(
         raise ValueError(f"scaling sums needs groups of {BLOCK}, got {weight.group} and {config}")
     if config.hopper and not takes(x, weight, gated=gated):
         raise ValueError(
-            f"Hopper's kernel needs bfloat16, and multiples of 8 outputs, got {x.dtype}, {config}"
+            f"{config} needs a Hopper GPU, rows, scales and zero points of bfloat16, a multiple of 8 results;"
+            f" got {x.device}, {x.dtype}, {weight.scales.dtype}, {weight.outputs} outputs"
         )
     num_rows, width = x.shape
     num_outputs = weight.outputs // 2 if gated else weight.outputs
