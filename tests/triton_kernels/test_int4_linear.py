@@ -134,13 +134,11 @@ def test_a_bias_of_another_dtype_is_refused():
         int4_linear(one.x, one.weight, one.bias.half())
 
 
-PACKED_4096 = (((32, 4096, 64), torch.uint8), ((32, 4096), torch.bfloat16))
-"""What a weight of 4096 x 4096 in groups of 128 holds."""
-
-
 def test_hoppers_kernel_is_chosen_for_bfloat16_from_65_rows_on_and_only_where_it_can_store(monkeypatch):
     monkeypatch.setattr(int4_linear_module, "tuned", lambda default, *_, **__: default)
-    weight = Int4Weight(*(torch.empty(s, device="meta", dtype=d) for s, d in PACKED_4096), None)
+    packed = torch.empty((32, 4096, 64), device="meta", dtype=torch.uint8)
+    scales = torch.empty((32, 4096), device="meta", dtype=torch.bfloat16)
+    weight = Int4Weight(packed, scales, None)
 
     def chosen(rows: int, dtype: torch.dtype = torch.bfloat16) -> Int4TiledConfig:
         return _many_config(torch.empty((rows, 4096), device="meta", dtype=dtype), weight, False)
