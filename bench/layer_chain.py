@@ -18,7 +18,7 @@ import torch
 from torch._C._autograd import DeviceType
 
 from minisgl.engine.graphs.early_starts import instantiate_with_early_starts
-from triton_kernels.decode_config import num_arrivals
+from triton_kernels.decode_config import num_arrivals, starts_early
 from triton_kernels.early_start import EARLY_KERNELS
 from triton_kernels.fp8_linear import fp8_gated_linear_then_round, fp8_linear
 from triton_kernels.int4_linear import int4_gated_linear, int4_linear
@@ -29,8 +29,8 @@ from triton_kernels.quantize_int4 import quantize_weight_int4
 from triton_kernels.rms_norm import add_rms_norm
 from triton_kernels.rms_norm_fp8 import add_rms_norm_fp8
 
-EARLY_ROWS, EARLY_ATTENTION_HEADS = 128, 192
-"""As in the engine's graphs: minisgl/engine/graphs/recording.py and decode_graphs.py."""
+EARLY_ROWS = 128
+"""As in the engine's graphs: minisgl/engine/graphs/recording.py."""
 HIDDEN, WIDE, HEADS, KV_HEADS, DIM, PAGE = 4096, 14336, 32, 8, 128, 16
 SHAPES = {
     "qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
@@ -149,7 +149,8 @@ class Chain:
 
     def early(self) -> Mapping[str, str | None]:
         """The kernels that start early in the engine's graphs, if any do."""
-        late = set() if self.rows * KV_HEADS <= EARLY_ATTENTION_HEADS else {"_paged_decode_kernel"}
+        shape = (self.rows, KV_HEADS, DIM, HEADS // KV_HEADS, self.fmt == "fp8-kv")
+        late = set() if starts_early(*shape) else {"_paged_decode_kernel"}
         return {name: before for name, before in EARLY_KERNELS.items() if name not in late}
 
     def capture(

@@ -116,13 +116,17 @@ def _fp8_cache() -> Iterator[Launch]:
     """Attention over pools of e4m3, and what stores into them."""
     scales, shape = empty(2, dtype=F32), (32, 8, 128, 16)
     _, *rest = attention_arguments(64, *shape, kv_dtype=FP8)
-    rows = (ints(64), ints(64))
+    _, *more = attention_arguments(128, *shape, kv_dtype=FP8)
+    rows, more_rows = (ints(64), ints(64)), (ints(128), ints(128))
     qkv, table = empty(64, 48 * 128), empty(8192, 128, dtype=F32)
     store = functools.partial(rope_store.rope_store_triton, qkv, table, *rows, *rest[:2], kv_scales=scales)
     yield Launch("rope_store fp8 cache 32/8/128", store, False)
     decode = functools.partial(paged_decode.paged_decode_triton, scale=0.1, kv_scales=scales)
     rope = paged_decode.Rope(table, *rows)
     yield Launch("rope_decode fp8 cache 32/8/128", functools.partial(decode, qkv, *rest, rope=rope))
+    rope = paged_decode.Rope(table, *more_rows)
+    call = functools.partial(decode, empty(128, 48 * 128), *more, rope=rope)
+    yield Launch("rope_decode fp8 cache 32/8/128 128 rows", call, False)
     for odd in ((28, 4, 80, 1), (16, 8, 256, 256)):
         arguments = attention_arguments(64, *odd, kv_dtype=FP8)
         name = "{}/{}/{} page {}".format(*odd)

@@ -22,6 +22,10 @@ FP8_TIERS = (64 * 128, 320 * 128, 640 * 128)
 FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
 TWO_WARPS_TIERS = (8 * 128, 192 * 128, 320 * 128)
 """The same of some batches in which `warps_share` a unit."""
+MIDDLE_UNITS = 512
+"""Most rows * K of a middle batch (`is_middle`): one turn of four programs to a Hopper's multiprocessor."""
+EARLY_UNITS = 192
+"""Most rows * K of other batches whose attention starts early (`starts_early`)."""
 MAX_SPLITS = 64
 FEW_ROWS = MAX_ROWS
 """Most rows of a batch that may get its own configuration. torch.compile specialises for it anyway."""
@@ -38,6 +42,10 @@ class DecodeConfig(NamedTuple):
     few_programs_per_sm: int  # up to the second of the batch's tiers
     some_programs_per_sm: int  # up to the third
     many_programs_per_sm: int
+
+
+MIDDLE = DecodeConfig(64, 256, MAX_SPLITS, 2, 3, 4, 4, 4)
+"""Of a middle batch: two warps share a unit, and splits have 1,024 tokens."""
 
 
 class SharedUnits(NamedTuple):
@@ -75,6 +83,10 @@ def choose_config(
     shared = warps_share(*shape, is_fp8)
     if few_rows and shared is not None:
         return config, tier_rows(num_kv_heads, head_dim, shared.tiers)
+    # torch.compile does not see many rows over pools of e4m3, so it does not compile anew for this bound.
+    heads = (num_kv_heads, head_dim, group)
+    if is_fp8 and not few_rows and x.element_size() == 2 and is_middle(x.shape[0], *heads, is_fp8):
+        return decode_that_fits(MIDDLE, *shape[:3], gpu_of(x.device), is_fp8), rows
     exact, near = (head_dim, group), (num_kv_heads, page_size)
     op = "paged_decode_fp8" if is_fp8 else "paged_decode"
     return tuned(config, op, x.device, x.dtype, exact, near), rows
@@ -177,6 +189,29 @@ def warps_share(
     return None
 
 
+def is_middle(num_rows: int, num_kv_heads: int, head_dim: int, group: int, is_fp8: bool) -> bool:
+    """Whether two warps share a unit although the batch has more than FEW_ROWS rows.
+
+    In the third tier over pools of e4m3, while all programs run at once: one warp for each unit would wait
+    for its own products there. Measured on an H200 with 32/8 heads of 128: 41 to 64 rows.
+    """
+    if not is_fp8 or head_dim != 128 or block_g(group) != 8:
+        return False
+    _, few, _ = tier_rows(num_kv_heads, head_dim, FP8_TIERS)
+    return max(few, FEW_ROWS) < num_rows <= MIDDLE_UNITS // num_kv_heads
+
+
+def starts_early(num_rows: int, num_kv_heads: int, head_dim: int, group: int, is_fp8: bool) -> bool:
+    """Whether a batch gains if attention starts while the kernel before it ends.
+
+    In large batches each multiprocessor gets a few long units, and an early start shares them out unevenly;
+    but not in a middle one, whose programs have a place each.
+    """
+    if num_rows * num_kv_heads <= EARLY_UNITS:
+        return True
+    return is_middle(num_rows, num_kv_heads, head_dim, group, is_fp8)
+
+
 def block_g(group: int) -> int:
     """Columns of the tensor-core tiles: a KV head's query heads, rounded up."""
     return 8 if group <= 8 else 16
@@ -223,4 +258,7 @@ def fewest_alike(
     if shared is not None:
         few = tier_rows(num_kv_heads, head_dim, shared.tiers)
         changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
+    most = MIDDLE_UNITS // num_kv_heads
+    if element_size == 2 and is_middle(most, num_kv_heads, head_dim, num_heads // num_kv_heads, is_fp8):
+        changes.append(most)
     return 1 + max((rows for rows in changes if rows < num_rows), default=0)

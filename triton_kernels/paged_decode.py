@@ -29,7 +29,7 @@ Scratch: D + 2 floats per head and one counter per KV head, for each split that 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,7 +37,13 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.attention_reference import paged_decode_reference
-from triton_kernels.decode_config import DecodeConfig, block_g, choose_config, programs_for_equal_rows
+from triton_kernels.decode_config import (
+    FEW_ROWS,
+    DecodeConfig,
+    block_g,
+    choose_config,
+    programs_for_equal_rows,
+)
 from triton_kernels.decode_splits import merge_splits, row_cuts
 from triton_kernels.e4m3 import FP8
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
@@ -469,6 +475,86 @@ def paged_decode_triton(
     return out
 
 
+# Opaque to torch.compile, whose code serves any number of rows: over pools of e4m3 the op chooses the
+# configuration when it runs, which is once for each recorded graph.
+
+
+@torch.library.custom_op("minisgl::paged_decode_fp8", mutates_args=("k_cache", "v_cache", "arrivals"))
+def _decode_many_over_fp8(
+    q: Tensor,
+    rotation: list[Tensor],
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    arrivals: Tensor,
+    kv_scales: Tensor | None,
+    sinks: Tensor | None,
+    eps: float,
+    normed_values: str | None,
+) -> Tensor:
+    """paged_decode_triton with `Rope` taken apart; an empty `rotation` stands for None."""
+    rope = None
+    if rotation:
+        cos_sin, positions, slot_mapping = rotation
+        values: Any = normed_values
+        rope = Rope(cos_sin, positions, slot_mapping, q_norm, k_norm, eps, values)
+    where = (page_table, row_ids, context_len, scale, window, softcap)
+    return paged_decode_triton(q, k_cache, v_cache, *where, arrivals, kv_scales, rope=rope, sinks=sinks)
+
+
+@_decode_many_over_fp8.register_fake
+def _(
+    q: Tensor,
+    rotation: list[Tensor],
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    arrivals: Tensor,
+    kv_scales: Tensor | None,
+    sinks: Tensor | None,
+    eps: float,
+    normed_values: str | None,
+) -> Tensor:
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    values: Any = normed_values
+    num_heads = num_query_heads(q, num_kv_heads, head_dim, values) if rotation else q.shape[1]
+    return q.new_empty((q.shape[0], num_heads, head_dim))
+
+
+def _decode(
+    q: Tensor,
+    pools: tuple[Tensor, Tensor],
+    where: tuple[Any, ...],
+    arrivals: Tensor | None,
+    kv_scales: Tensor | None,
+    sinks: Tensor | None,
+    rope: Rope | None = None,
+) -> Tensor:
+    """Launch the kernel, hidden from torch.compile where the number of rows decides more than it sees."""
+    if pools[0].dtype != FP8 or q.shape[0] <= FEW_ROWS or arrivals is None:
+        return paged_decode_triton(q, *pools, *where, arrivals, kv_scales, rope=rope, sinks=sinks)
+    rotation: list[Tensor] = []
+    norms: tuple[Any, ...] = (None, None)
+    others: tuple[Any, ...] = (0.0, None)
+    if rope is not None:
+        rotation, norms, others = [*rope[:3]], rope[3:5], rope[5:]
+    return _decode_many_over_fp8(q, rotation, *norms, *pools, *where, arrivals, kv_scales, sinks, *others)
+
+
 def paged_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -495,7 +581,7 @@ def paged_decode(
     where = (page_table, row_ids, context_len, scale, window, softcap)
     if q.device.type == "cpu":
         return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales, sinks)
-    return paged_decode_triton(q, k_cache, v_cache, *where, arrivals, kv_scales, sinks=sinks)
+    return _decode(q, (k_cache, v_cache), where, arrivals, kv_scales, sinks)
 
 
 def rope_paged_decode(
@@ -522,4 +608,4 @@ def rope_paged_decode(
     if qkv.device.type == "cpu":
         q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:6], kv_scales, rope.normed_values)
         return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales, sinks)
-    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals, kv_scales, rope=rope, sinks=sinks)
+    return _decode(qkv, (k_cache, v_cache), where, arrivals, kv_scales, sinks, rope)

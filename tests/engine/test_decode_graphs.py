@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
+from minisgl.attention.backends import select
 from minisgl.engine.graphs.buckets import decode_buckets
 from minisgl.engine.graphs.decode_graphs import (
     CapturedSteps,
@@ -20,6 +21,8 @@ from minisgl.engine.graphs.decode_graphs import (
 from minisgl.engine.step.rows import Rows
 from minisgl.engine.step.steps import StepOutput
 from minisgl.errors import MinisglError
+from minisgl.layers.attention import Attention
+from triton_kernels.e4m3 import FP8
 from triton_kernels.early_start import EARLY_KERNELS
 
 CPU = torch.device("cpu")
@@ -150,11 +153,25 @@ def test_a_single_row_has_what_its_graph_of_two_rows_needs() -> None:
     assert state.slot_mapping.tolist() == [-1, -1]  # nothing is written
 
 
+def attention(num_heads: int, num_kv_heads: int, head_dim: int, pool: torch.dtype) -> Attention:
+    layer = Attention(num_heads, num_kv_heads, head_dim, select("torch"))
+    layer.allocate_kv(1, 16, pool, CPU)
+    return layer
+
+
 def test_attention_starts_early_where_its_units_are_small() -> None:
-    assert early_kernels(24, 8) == EARLY_KERNELS
-    most = early_kernels(25, 8)
-    assert most == early_kernels(128, 8)
+    layers = [attention(32, 8, 128, torch.bfloat16)]
+    assert early_kernels(24, layers) == EARLY_KERNELS
+    most = early_kernels(25, layers)
+    assert most == early_kernels(128, layers)
     assert EARLY_KERNELS.keys() - most.keys() == {"_paged_decode_kernel"}
+
+
+def test_attention_over_fp8_starts_early_where_each_unit_has_its_own_program() -> None:
+    layers = [attention(32, 8, 128, FP8)]
+    early = [rows for rows in range(1, 129) if early_kernels(rows, layers) == EARLY_KERNELS]
+    assert early == [*range(1, 25), *range(41, 65)]
+    assert early_kernels(64, [*layers, attention(64, 8, 64, FP8)]) != EARLY_KERNELS
 
 
 def test_kernels_of_steps_with_few_rows_start_early() -> None:
@@ -165,7 +182,7 @@ def test_kernels_of_steps_with_few_rows_start_early() -> None:
             asked.append(early is not None)
             return run
 
-    model = SimpleNamespace(attention_layers=lambda: [SimpleNamespace(num_kv_heads=8)])
+    model = SimpleNamespace(attention_layers=lambda: [attention(32, 8, 128, torch.bfloat16)])
     step: Any = SimpleNamespace(model=model, rows=Rows(200, 4, 16, CPU))
     recorder: Any = Recorder()
     steps = CapturedSteps(step, recorder, compile_blocks=False, max_batch=200, early_rows=128)

@@ -14,6 +14,7 @@ from triton_kernels.attention_reference import paged_decode_reference
 from triton_kernels.decode_config import DecodeConfig, num_arrivals
 from triton_kernels.paged_decode import (
     Rope,
+    _decode_many_over_fp8,
     paged_decode,
     paged_decode_triton,
     rope_paged_decode,
@@ -261,7 +262,8 @@ def test_several_warps_share_a_unit_of_few_rows(num_rows, heads, device):
     [
         ((32, 4, 128, 2), [2, 16, 48, 80]),
         ((32, 8, 128, 2), [8, 24, 40]),
-        ((32, 8, 128, 2, True), [1, 16, 40, 80]),
+        ((32, 8, 128, 2, True), [1, 16, 40, 64, 80]),
+        ((32, 8, 128, 4, True), [8, 40, 80]),
         ((16, 8, 256, 2), [4, 12, 16, 20]),
         ((64, 8, 64, 2), [2, 16, 48, 80]),
     ],
@@ -304,6 +306,36 @@ def test_kernel_over_fp8_pools_equals_torch_attention(head_dim, page_size, group
         assert (got.cpu().double() - expected).norm() <= tolerance * expected.norm()
     reference = paged_decode_reference(*arguments(batch), 0.25, *options, kv_scales=scales)
     assert (reference.cpu().double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_two_warps_share_a_unit_of_a_middle_batch_over_fp8(device):
+    contexts = [150, 0, 64, *range(1, 19)]
+    heads = (32, 16, 128)
+    batch = decode_batch(13, contexts, *heads, 16, 10, dtype=torch.float16, device=device)
+    batch, exact, scales = with_fp8_pools(batch)
+    config, _ = decode.choose_config(batch.q, *heads, 16, kv_dtype=batch.k_cache.dtype)
+    assert config == decode.MIDDLE
+    expected = attention_by_sdpa(exact, 0.1)
+    got = paged_decode_triton(*arguments(batch), 0.1, kv_scales=scales).cpu().double()
+    assert (got - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_torch_compile_is_told_what_decode_over_fp8_writes(is_rotated, device):
+    """With pools of float16: the checks compare what was written, which torch can't for e4m3."""
+    batch = decode_batch(14, [20, 1, 0], 4, 2, 32, 16, 2, dtype=torch.float16, device=device)
+    q, rotation, values = batch.q, [], None
+    if is_rotated:
+        positions = (batch.context_len - 1).clamp(min=0)
+        rotation = [torch.rand((32, 32), device=device), positions, slots_of_newest(batch)]
+        q, values = torch.randn((3, (4 + 2) * 32), device=device).half(), "keys"
+    norm = torch.ones(32, device=device) if is_rotated else None
+    arrivals = torch.zeros(num_arrivals(3, 2), dtype=torch.int32, device=device)
+    pools = (batch.k_cache, batch.v_cache)
+    where = (batch.page_table, batch.row_ids, batch.context_len, 0.1, 0, 0.0)
+    op_arguments = (q, rotation, norm, norm, *pools, *where, arrivals, None, None, 1e-5, values)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_decode_many_over_fp8, op_arguments, test_utils=checks)
 
 
 @settings(max_examples=15)

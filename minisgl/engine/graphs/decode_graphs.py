@@ -34,14 +34,13 @@ from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.step.inputs import row_ids_to_device
 from minisgl.engine.step.steps import DecodeStep, RowLogits, StepOutput
 from minisgl.errors import MinisglError
+from minisgl.layers.attention import Attention
 from minisgl.models.decoder import RunBlock, call_block
+from triton_kernels.decode_config import starts_early
+from triton_kernels.e4m3 import FP8
 from triton_kernels.early_start import EARLY_KERNELS
 from triton_kernels.launch import ceil_div
 from triton_kernels.linear import MAX_ROWS
-
-EARLY_ATTENTION_HEADS = 192
-"""Largest product of rows and KV heads for which attention starts early. In larger batches, each
-multiprocessor gets a few long units, and an early start would share them out unevenly."""
 
 MAX_MEASURED_BUCKETS = 4
 """Most buckets whose duration is measured at the start."""
@@ -260,7 +259,7 @@ class CapturedSteps:
         num_rows = row_ids.shape[0]
         early = None
         if num_rows <= self._early_rows:
-            early = early_kernels(num_rows, self._step.num_kv_heads)
+            early = early_kernels(num_rows, self._step.model.attention_layers())
         self._replays[num_rows] = self._recorder.record(lambda: self._step.run(row_ids), early=early)
 
     def replay(self, row_ids: Tensor) -> StepOutput:
@@ -273,9 +272,18 @@ class CapturedSteps:
         self._recorder.release()
 
 
-def early_kernels(num_rows: int, num_kv_heads: int) -> Mapping[str, str | None]:
-    """The EARLY_KERNELS that start early in a step of `num_rows` rows."""
-    if num_rows * num_kv_heads <= EARLY_ATTENTION_HEADS:
+def early_kernels(num_rows: int, layers: Iterable[Attention]) -> Mapping[str, str | None]:
+    """The EARLY_KERNELS that start early in a step of `num_rows` rows; attention if all layers gain by it."""
+    if all(
+        starts_early(
+            num_rows,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.num_heads // layer.num_kv_heads,
+            layer.k_cache.dtype == FP8,
+        )
+        for layer in layers
+    ):
         return EARLY_KERNELS
     return {name: before for name, before in EARLY_KERNELS.items() if name != "_paged_decode_kernel"}
 

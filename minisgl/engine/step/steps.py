@@ -57,10 +57,8 @@ class DecodeStep(nn.Module):
         self.rows = rows
         self.run_block = run_block
         device = rows.page_table.device
-        self.num_kv_heads = most_kv_heads(model)
-        arrivals = torch.zeros(
-            num_arrivals(rows.max_rows + 1, self.num_kv_heads), dtype=torch.int32, device=device
-        )
+        size = num_arrivals(rows.max_rows + 1, most_kv_heads(model))
+        arrivals = torch.zeros(size, dtype=torch.int32, device=device)
         self.register_buffer("arrivals", arrivals, persistent=False)
 
     def forward(self, row_ids: Tensor) -> Tensor:
