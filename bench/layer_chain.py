@@ -29,7 +29,7 @@ from triton_kernels.quantize_int4 import quantize_weight_int4
 from triton_kernels.rms_norm import add_rms_norm
 from triton_kernels.rms_norm_fp8 import add_rms_norm_fp8
 
-EARLY_ROWS = 128
+EARLY_ROWS, EARLY_ROWS_OF_INT4 = 128, 256
 """As in the engine's graphs: minisgl/engine/graphs/recording.py."""
 HIDDEN, WIDE, HEADS, KV_HEADS, DIM, PAGE = 4096, 14336, 32, 8, 128, 16
 SHAPES = {
@@ -147,6 +147,10 @@ class Chain:
 
         return attend
 
+    def starts_early(self) -> bool:
+        """Whether kernels start early in the engine's graphs."""
+        return self.rows <= (EARLY_ROWS_OF_INT4 if self.fmt == "int4" else EARLY_ROWS)
+
     def early(self) -> Mapping[str, str | None]:
         """The kernels that start early in the engine's graphs, if any do."""
         shape = (self.rows, KV_HEADS, DIM, HEADS // KV_HEADS, self.fmt == "fp8-kv")
@@ -158,7 +162,7 @@ class Chain:
     ) -> torch.cuda.CUDAGraph:
         """The graph of all layers. A stage of None is left out: what it makes is that of an earlier run."""
         if early is None:
-            early = self.early() if self.rows <= EARLY_ROWS else {}
+            early = self.early() if self.starts_early() else {}
         normal = self.stages()
         kept: State = {"y": self.x, "residual": self.x}
         results: dict[str, State] = {}
@@ -226,10 +230,10 @@ def measure(fmt: str, rows: int, left_out: bool, profile: bool) -> None:
     chain = Chain(fmt, rows)
     stages = chain.stages()
     graphs = {"all": chain.capture(stages)}
-    other = rows > EARLY_ROWS
-    graphs["all, early" if other else "all, not early"] = chain.capture(
-        stages, chain.early() if other else {}
-    )
+    if chain.starts_early():
+        graphs["all, not early"] = chain.capture(stages, {})
+    else:
+        graphs["all, early"] = chain.capture(stages, chain.early())
     if left_out:
         graphs |= {f"-{name}": chain.capture(stages | {name: None}) for name in stages}
     times = chain.time(graphs)

@@ -165,7 +165,10 @@ def _sum_splits_kernel(
     EARLY: tl.constexpr,
 ):
     N = 2 * OUT if GATED else OUT
-    row = between_kernels(tl.program_id(0), EARLY).to(tl.int64)
+    # A layer of many inputs follows a gated one. Started early, its programs would be shared out unevenly.
+    row = tl.program_id(0)
+    row = after_predecessor(row, EARLY) if GATED else between_kernels(row, EARLY)
+    row = row.to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = outputs < OUT
     acc = tl.zeros([BLOCK], tl.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 from minisgl.attention.backends import select
@@ -18,10 +18,14 @@ from minisgl.engine.graphs.decode_graphs import (
     early_kernels,
     import_compiler,
 )
+from minisgl.engine.graphs.recording import early_rows
 from minisgl.engine.step.rows import Rows
 from minisgl.engine.step.steps import StepOutput
 from minisgl.errors import MinisglError
 from minisgl.layers.attention import Attention
+from minisgl.layers.int4_weight import Int4Weight
+from minisgl.layers.moe import MoeMLP
+from minisgl.model_config.quantization import Int4Layout, Int4Scheme
 from triton_kernels.e4m3 import FP8
 from triton_kernels.early_start import EARLY_KERNELS
 
@@ -189,6 +193,17 @@ def test_kernels_of_steps_with_few_rows_start_early() -> None:
     for num_rows in (2, 128, 144):
         steps.record(torch.zeros(num_rows, dtype=torch.int32))
     assert asked == [True, True, False]
+
+
+def test_kernels_of_larger_steps_start_early_with_4_bit_layers() -> None:
+    class Experts(MoeMLP):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    quantized = Int4Weight(64, (16,), Int4Scheme(Int4Layout.AWQ, 64), torch.float32, CPU, bias=False)
+    assert early_rows(nn.Linear(4, 4)) == 128
+    assert early_rows(nn.ModuleList([nn.Linear(4, 4), quantized])) == 256
+    assert early_rows(nn.ModuleList([quantized, Experts()])) == 128
 
 
 def test_torch_compiles_blocks_in_this_process() -> None:

@@ -36,6 +36,11 @@ CASES = [
     ((150, 200, 640), 128, True, hopper(160, 4)),
     ((400, 464, 1152), 32, False, hopper(192, 4, splits=2)),
     ((70, 136, 384), 64, False, hopper(80, 8)),
+    ((151, 200, 640), 128, True, hopper(160, 4)),
+    ((131, 464, 1152), 32, False, hopper(192, 4)),
+    ((71, 136, 384), 64, False, hopper(96, 7)),
+    # All rows are in the first part.
+    ((65, 136, 640), 128, True, hopper(160, 4)),
 ]
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from minisgl.config import ResolvedConfig
 from minisgl.engine.device_faults import device_fault_of
@@ -32,6 +33,8 @@ from minisgl.engine.step.inputs import HostPageTable, Stager
 from minisgl.engine.step.rows import Rows
 from minisgl.engine.step.steps import DecodeStep, prefill_step
 from minisgl.errors import MinisglError
+from minisgl.layers.int4_weight import Int4Weight
+from minisgl.layers.moe import MoeMLP
 from minisgl.models.decoder import Decoder
 from triton_kernels.early_start import can_start_early
 
@@ -42,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 EARLY_ROWS = 128
 """Most rows of a decode step with early starts. They gain nothing in larger steps."""
+EARLY_ROWS_OF_INT4 = 256
+"""The same for models of 4-bit layers without experts, where they gain 1 %."""
 EARLY_ROWS_OF_RANKS = 64
 """The same for several ranks. More rows were not tried."""
 
@@ -177,7 +182,7 @@ def _record_graphs(
             recorder,
             compile_blocks=mode == "layers",
             max_batch=buckets[-1],
-            early_rows=EARLY_ROWS if ranks is None else EARLY_ROWS_OF_RANKS,
+            early_rows=early_rows(step.model) if ranks is None else EARLY_ROWS_OF_RANKS,
             keep=keep,
         )
     compiled = DecodeGraphs(
@@ -194,6 +199,13 @@ def _record_graphs(
         " and ".join(f"{bucket} rows ({durations_ms[bucket] / 1e3:.1f} s)" for bucket in slowest),
     )
     return compiled
+
+
+def early_rows(model: nn.Module) -> int:
+    """Most rows of a decode step of this model on one rank with early starts."""
+    has_int4 = any(isinstance(module, Int4Weight) for module in model.modules())
+    has_experts = any(isinstance(module, MoeMLP) for module in model.modules())
+    return EARLY_ROWS_OF_INT4 if has_int4 and not has_experts else EARLY_ROWS
 
 
 def _record_prefill(
