@@ -18,9 +18,10 @@ import torch
 from torch._C._autograd import DeviceType
 
 from minisgl.engine.graphs.early_starts import instantiate_with_early_starts
-from triton_kernels.decode_config import num_arrivals, starts_early
+from triton_kernels.decode_config import DecodeShape, num_arrivals, starts_early
 from triton_kernels.early_start import EARLY_KERNELS
 from triton_kernels.fp8_linear import fp8_gated_linear_then_round, fp8_linear
+from triton_kernels.gpu import gpu_of
 from triton_kernels.int4_linear import int4_gated_linear, int4_linear
 from triton_kernels.linear import gated_linear, linear
 from triton_kernels.paged_decode import Rope, paged_decode_triton
@@ -147,14 +148,15 @@ class Chain:
 
         return attend
 
-    def starts_early(self) -> bool:
+    def has_early_starts(self) -> bool:
         """Whether kernels start early in the engine's graphs."""
         return self.rows <= (EARLY_ROWS_OF_INT4 if self.fmt == "int4" else EARLY_ROWS)
 
     def early(self) -> Mapping[str, str | None]:
         """The kernels that start early in the engine's graphs, if any do."""
-        shape = (self.rows, KV_HEADS, DIM, HEADS // KV_HEADS, self.fmt == "fp8-kv")
-        late = set() if starts_early(*shape) else {"_paged_decode_kernel"}
+        shape = DecodeShape(DIM, 2, HEADS // KV_HEADS, KV_HEADS, self.fmt == "fp8-kv")
+        is_early = starts_early(self.rows, shape, gpu_of(self.x.device))
+        late = set() if is_early else {"_paged_decode_kernel"}
         return {name: before for name, before in EARLY_KERNELS.items() if name not in late}
 
     def capture(
@@ -162,7 +164,7 @@ class Chain:
     ) -> torch.cuda.CUDAGraph:
         """The graph of all layers. A stage of None is left out: what it makes is that of an earlier run."""
         if early is None:
-            early = self.early() if self.starts_early() else {}
+            early = self.early() if self.has_early_starts() else {}
         normal = self.stages()
         kept: State = {"y": self.x, "residual": self.x}
         results: dict[str, State] = {}
@@ -230,7 +232,7 @@ def measure(fmt: str, rows: int, left_out: bool, profile: bool) -> None:
     chain = Chain(fmt, rows)
     stages = chain.stages()
     graphs = {"all": chain.capture(stages)}
-    if chain.starts_early():
+    if chain.has_early_starts():
         graphs["all, not early"] = chain.capture(stages, {})
     else:
         graphs["all, early"] = chain.capture(stages, chain.early())

@@ -23,12 +23,14 @@ FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
 TWO_WARPS_TIERS = (8 * 128, 192 * 128, 320 * 128)
 """The same of some batches in which `warps_share` a unit."""
 MIDDLE_UNITS = 512
-"""Most rows * K of a middle batch (`is_middle`): one turn of four programs to a Hopper's multiprocessor."""
+"""Most rows * K of a middle batch (`is_middle`): rows of up to 1,500 tokens are one turn of its programs."""
+MIDDLE_MULTIPROCESSORS = MIDDLE_UNITS // 4
 EARLY_UNITS = 192
 """Most rows * K of other batches whose attention starts early (`starts_early`)."""
 MAX_SPLITS = 64
 FEW_ROWS = MAX_ROWS
-"""Most rows of a batch that may get its own configuration. torch.compile specialises for it anyway."""
+"""Most rows of the smallest batches, which may have a configuration of their own. torch.compile specialises
+for them anyway."""
 
 
 class DecodeConfig(NamedTuple):
@@ -46,6 +48,16 @@ class DecodeConfig(NamedTuple):
 
 MIDDLE = DecodeConfig(64, 256, MAX_SPLITS, 2, 3, 4, 4, 4)
 """Of a middle batch: two warps share a unit, and splits have 1,024 tokens."""
+
+
+class DecodeShape(NamedTuple):
+    """What a layer's configurations depend on, besides the number of rows."""
+
+    head_dim: int
+    element_size: int  # bytes of an element of the queries
+    group: int  # query heads of a KV head
+    num_kv_heads: int
+    is_fp8: bool  # the pools hold e4m3
 
 
 class SharedUnits(NamedTuple):
@@ -69,7 +81,8 @@ def choose_config(
 
     Args:
         x: [R, ...], the batch's queries or what they are made of.
-        config: the caller's choice; None = the tuned one, except for batches in which `warps_share` a unit.
+        config: the caller's choice; None = the tuned one, except for batches in which `warps_share` a unit
+            and those that are `is_middle`.
         kv_dtype: of the pools; None = that of x.
     """
     is_fp8 = kv_dtype == FP8
@@ -83,10 +96,10 @@ def choose_config(
     shared = warps_share(*shape, is_fp8)
     if few_rows and shared is not None:
         return config, tier_rows(num_kv_heads, head_dim, shared.tiers)
-    # torch.compile does not see many rows over pools of e4m3, so it does not compile anew for this bound.
-    heads = (num_kv_heads, head_dim, group)
-    if is_fp8 and not few_rows and x.element_size() == 2 and is_middle(x.shape[0], *heads, is_fp8):
-        return decode_that_fits(MIDDLE, *shape[:3], gpu_of(x.device), is_fp8), rows
+    # No bound that torch.compile would compile anew for: see `_launch_or_hide` in paged_decode.py.
+    is_seen = few_rows or torch.compiler.is_compiling()
+    if not is_seen and is_fp8 and is_middle(x.shape[0], DecodeShape(*shape, is_fp8), gpu_of(x.device)):
+        return MIDDLE, rows
     exact, near = (head_dim, group), (num_kv_heads, page_size)
     op = "paged_decode_fp8" if is_fp8 else "paged_decode"
     return tuned(config, op, x.device, x.dtype, exact, near), rows
@@ -189,27 +202,41 @@ def warps_share(
     return None
 
 
-def is_middle(num_rows: int, num_kv_heads: int, head_dim: int, group: int, is_fp8: bool) -> bool:
+def is_middle(num_rows: int, shape: DecodeShape, gpu: Gpu) -> bool:
     """Whether two warps share a unit although the batch has more than FEW_ROWS rows.
 
-    In the third tier over pools of e4m3, while all programs run at once: one warp for each unit would wait
-    for its own products there. Measured on an H200 with 32/8 heads of 128: 41 to 64 rows.
+    So it is in the third tier over pools of e4m3, while the batch has no more units than programs run at
+    once: one warp for each unit would wait for its own products there. With 8 KV heads these are 41 to 64
+    rows. Measured on an H200.
     """
-    if not is_fp8 or head_dim != 128 or block_g(group) != 8:
+    if not gpu.is_hopper or gpu.multiprocessors < MIDDLE_MULTIPROCESSORS:
         return False
-    _, few, _ = tier_rows(num_kv_heads, head_dim, FP8_TIERS)
-    return max(few, FEW_ROWS) < num_rows <= MIDDLE_UNITS // num_kv_heads
+    return _may_be_middle(num_rows, shape)
 
 
-def starts_early(num_rows: int, num_kv_heads: int, head_dim: int, group: int, is_fp8: bool) -> bool:
+def _may_be_middle(num_rows: int, shape: DecodeShape) -> bool:
+    """The same on the GPUs that have middle batches."""
+    if not shape.is_fp8 or (shape.head_dim, shape.element_size, block_g(shape.group)) != (128, 2, 8):
+        return False
+    _, few, _ = tier_rows(shape.num_kv_heads, shape.head_dim, FP8_TIERS)
+    return max(few, FEW_ROWS) < num_rows <= MIDDLE_UNITS // shape.num_kv_heads
+
+
+def rows_of_all_kernels(most_rows: int, shape: DecodeShape, gpu: Gpu) -> list[int]:
+    """Numbers of rows whose batches together run every kernel that batches of up to `most_rows` do."""
+    kinds = {is_middle(most_rows, shape, gpu): most_rows}
+    for num_rows in range(FEW_ROWS + 1, most_rows):
+        kinds.setdefault(is_middle(num_rows, shape, gpu), num_rows)
+    return sorted({min(most_rows, FEW_ROWS), *kinds.values()})
+
+
+def starts_early(num_rows: int, shape: DecodeShape, gpu: Gpu) -> bool:
     """Whether a batch gains if attention starts while the kernel before it ends.
 
     In large batches each multiprocessor gets a few long units, and an early start shares them out unevenly;
-    but not in a middle one, whose programs have a place each.
+    less so in a middle one.
     """
-    if num_rows * num_kv_heads <= EARLY_UNITS:
-        return True
-    return is_middle(num_rows, num_kv_heads, head_dim, group, is_fp8)
+    return num_rows * shape.num_kv_heads <= EARLY_UNITS or is_middle(num_rows, shape, gpu)
 
 
 def block_g(group: int) -> int:
@@ -259,6 +286,6 @@ def fewest_alike(
         few = tier_rows(num_kv_heads, head_dim, shared.tiers)
         changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
     most = MIDDLE_UNITS // num_kv_heads
-    if element_size == 2 and is_middle(most, num_kv_heads, head_dim, num_heads // num_kv_heads, is_fp8):
+    if _may_be_middle(most, DecodeShape(*shape, is_fp8)):
         changes.append(most)
     return 1 + max((rows for rows in changes if rows < num_rows), default=0)

@@ -5,9 +5,9 @@
 
 M rows, N outputs, K inputs. x's rows may be strided; the weight is as quantize_int4.py says.
 
-Reading the weights dominates, and behind it the arithmetic that makes numbers of them: about 1.5 instructions
-each. Outputs are the tensor cores' tall operand, rows the narrow one. Each warp of a program sums over other
-blocks of 128 inputs. Scales are applied to each group's sum in float32.
+Reading the weights dominates, and behind it the arithmetic that makes numbers of them. Outputs are the tensor
+cores' tall operand, rows the narrow one. Each warp of a program sums over other blocks of 128 inputs. Scales
+are applied to each group's sum in float32.
 
 A row's result is the same to the last bit in all batches with the same number of rows a program.
 

@@ -165,7 +165,8 @@ def _sum_splits_kernel(
     EARLY: tl.constexpr,
 ):
     N = 2 * OUT if GATED else OUT
-    # A layer of many inputs follows a gated one. Started early, its programs would be shared out unevenly.
+    # Behind a gated layer of 4 bits, one of many inputs follows. Started early, its programs would be shared
+    # out unevenly. Other gated layers have one part, if nothing else is tuned.
     row = tl.program_id(0)
     row = after_predecessor(row, EARLY) if GATED else between_kernels(row, EARLY)
     row = row.to(tl.int64)

@@ -535,7 +535,7 @@ def _(
     return q.new_empty((q.shape[0], num_heads, head_dim))
 
 
-def _decode(
+def _launch_or_hide(
     q: Tensor,
     pools: tuple[Tensor, Tensor],
     where: tuple[Any, ...],
@@ -544,8 +544,9 @@ def _decode(
     sinks: Tensor | None,
     rope: Rope | None = None,
 ) -> Tensor:
-    """Launch the kernel, hidden from torch.compile where the number of rows decides more than it sees."""
-    if pools[0].dtype != FP8 or q.shape[0] <= FEW_ROWS or arrivals is None:
+    """Launch the kernel; torch.compile sees an op where the number of rows decides more than it may see."""
+    is_seen = pools[0].dtype != FP8 or q.shape[0] <= FEW_ROWS or arrivals is None
+    if is_seen or not torch.compiler.is_compiling():
         return paged_decode_triton(q, *pools, *where, arrivals, kv_scales, rope=rope, sinks=sinks)
     rotation: list[Tensor] = []
     norms: tuple[Any, ...] = (None, None)
@@ -581,7 +582,7 @@ def paged_decode(
     where = (page_table, row_ids, context_len, scale, window, softcap)
     if q.device.type == "cpu":
         return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales, sinks)
-    return _decode(q, (k_cache, v_cache), where, arrivals, kv_scales, sinks)
+    return _launch_or_hide(q, (k_cache, v_cache), where, arrivals, kv_scales, sinks)
 
 
 def rope_paged_decode(
@@ -608,4 +609,4 @@ def rope_paged_decode(
     if qkv.device.type == "cpu":
         q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:6], kv_scales, rope.normed_values)
         return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales, sinks)
-    return _decode(qkv, (k_cache, v_cache), where, arrivals, kv_scales, sinks, rope)
+    return _launch_or_hide(qkv, (k_cache, v_cache), where, arrivals, kv_scales, sinks, rope)

@@ -26,12 +26,15 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.int4_weight import Int4Weight
 from minisgl.layers.moe import MoeMLP
 from minisgl.model_config.quantization import Int4Layout, Int4Scheme
-from triton_kernels.e4m3 import FP8
+from triton_kernels.decode_config import DecodeShape
 from triton_kernels.early_start import EARLY_KERNELS
+from triton_kernels.gpu import Gpu
 
 CPU = torch.device("cpu")
 MAX_ROWS = 20
 BUCKETS = (2, 4, 8, 16)
+H200 = Gpu((9, 0), 227 << 10, 132)
+LLAMA, LLAMA_OVER_FP8 = DecodeShape(128, 2, 4, 8, False), DecodeShape(128, 2, 4, 8, True)
 
 
 class Model:
@@ -157,25 +160,21 @@ def test_a_single_row_has_what_its_graph_of_two_rows_needs() -> None:
     assert state.slot_mapping.tolist() == [-1, -1]  # nothing is written
 
 
-def attention(num_heads: int, num_kv_heads: int, head_dim: int, pool: torch.dtype) -> Attention:
-    layer = Attention(num_heads, num_kv_heads, head_dim, select("torch"))
-    layer.allocate_kv(1, 16, pool, CPU)
-    return layer
-
-
 def test_attention_starts_early_where_its_units_are_small() -> None:
-    layers = [attention(32, 8, 128, torch.bfloat16)]
-    assert early_kernels(24, layers) == EARLY_KERNELS
-    most = early_kernels(25, layers)
-    assert most == early_kernels(128, layers)
+    shapes = [LLAMA]
+    assert early_kernels(24, shapes, H200) == EARLY_KERNELS
+    most = early_kernels(25, shapes, H200)
+    assert most == early_kernels(128, shapes, H200)
     assert EARLY_KERNELS.keys() - most.keys() == {"_paged_decode_kernel"}
 
 
-def test_attention_over_fp8_starts_early_where_each_unit_has_its_own_program() -> None:
-    layers = [attention(32, 8, 128, FP8)]
-    early = [rows for rows in range(1, 129) if early_kernels(rows, layers) == EARLY_KERNELS]
+def test_attention_over_fp8_starts_early_in_middle_batches_of_large_hoppers() -> None:
+    shapes = [LLAMA_OVER_FP8]
+    early = [rows for rows in range(1, 129) if early_kernels(rows, shapes, H200) == EARLY_KERNELS]
     assert early == [*range(1, 25), *range(41, 65)]
-    assert early_kernels(64, [*layers, attention(64, 8, 64, FP8)]) != EARLY_KERNELS
+    assert early_kernels(64, [LLAMA_OVER_FP8, LLAMA], H200) != EARLY_KERNELS
+    for gpu in (H200._replace(multiprocessors=78), H200._replace(capability=(12, 0))):
+        assert early_kernels(64, shapes, gpu) != EARLY_KERNELS
 
 
 def test_kernels_of_steps_with_few_rows_start_early() -> None:
@@ -186,7 +185,8 @@ def test_kernels_of_steps_with_few_rows_start_early() -> None:
             asked.append(early is not None)
             return run
 
-    model = SimpleNamespace(attention_layers=lambda: [attention(32, 8, 128, torch.bfloat16)])
+    model: Any = nn.Linear(1, 1)
+    model.attention_layers = lambda: [Attention(4, 2, 8, select("torch"))]
     step: Any = SimpleNamespace(model=model, rows=Rows(200, 4, 16, CPU))
     recorder: Any = Recorder()
     steps = CapturedSteps(step, recorder, compile_blocks=False, max_batch=200, early_rows=128)

@@ -166,10 +166,10 @@ def test_the_kernels_of_rules_and_masks_are_compiled_before_anybody_serves(
 def test_decodes_as_few_and_as_many_as_there_may_be_go_with_prompts_before_anybody_serves() -> None:
     asked = EngineConfig(device="cpu", max_running_requests=99, max_step_tokens=200)
     config = resolve_engine_config(asked, CONFIG, DeviceFacts(has_cuda=False))
-    assert {size.decodes for size in warm_up_sizes(config)} == {0}
+    assert {size.decodes for size in warm_up_sizes(config, [16, 99])} == {0}
     joining = replace(config, max_graph_tokens=64, join_decodes=True)
-    # Decode attention has other kernels for up to 16 rows; what lies behind them has to be aligned.
-    assert {size.decodes for size in warm_up_sizes(joining)} == {0, 16, 100}
+    # What lies behind them has to be aligned.
+    assert {size.decodes for size in warm_up_sizes(joining, [16, 99])} == {0, 16, 100}
     large = replace(joining, max_running_requests=64, max_step_tokens=512)
     assert largest_prefills(large)[0] == DryPrefill(rows=32, row_tokens=15, decodes=32)
     # Rows that can't be long: all of them together have the most tokens.
@@ -181,12 +181,12 @@ def test_prompts_over_an_fp8_cache_are_measured_and_compiled_as_their_keys_are_u
     asked = EngineConfig(device="cpu", max_running_requests=2, max_step_tokens=8192)
     config = resolve_engine_config(asked, CONFIG, DeviceFacts(has_cuda=False))
     config = replace(config, max_context_tokens=1024)
-    assert not any(size.num_keys for size in warm_up_sizes(config))
+    assert not any(size.num_keys for size in warm_up_sizes(config, [2]))
     *others, largest = unpacking_prefills(replace(config, kv_dtype="fp8"))
     # Not eight rows: more than two never run.
     assert largest == DryPrefill(rows=2, row_tokens=1024, num_keys=MOST_UNPACKED_KEYS)
     assert [size.row_tokens for size in others] == [32, 64, 128, 256, 512, 1024]
-    assert warm_up_sizes(replace(config, kv_dtype="fp8"))[-7:] == [*others, largest]
+    assert warm_up_sizes(replace(config, kv_dtype="fp8"), [2])[-7:] == [*others, largest]
 
 
 def test_what_decode_is_measured_on_has_slots_of_its_own_and_leaves_nothing_behind() -> None:

@@ -6,6 +6,11 @@ import torch
 from torch.nn import functional as F
 
 from tests.triton_kernels.fp8_layer import behind, surrounded
+from triton_kernels.int4_linear_many import (
+    Int4TiledConfig,
+    int4_gated_linear_many_with,
+    int4_linear_many_with,
+)
 from triton_kernels.int4_packing import pack_int4
 from triton_kernels.quantize_int4 import Int4Weight
 
@@ -58,3 +63,29 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.isfinite().all()
     tolerance = 5e-3 if got.dtype == torch.bfloat16 else 1e-5
     assert (got.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def check_tiled(
+    size: tuple[int, int, int], group: int, zero_points: bool, config: Int4TiledConfig, device: str
+) -> None:
+    """Every row and output is computed, and nothing else is used. Odd numbers of rows have a bias."""
+    one = layer(size, group, zero_points, device)
+    bias = one.bias if size[0] % 2 else None
+    _poison_what_is_allocated_next(size[0], size[1], config.splits, device)
+    assert_close(int4_linear_many_with(one.x, one.weight, bias, config=config), one.expected(bias))
+
+
+def check_tiled_gated(
+    size: tuple[int, int, int], group: int, zero_points: bool, config: Int4TiledConfig, device: str
+) -> None:
+    """The same of a layer with twice the outputs, whose first half is the gate."""
+    rows, outputs, width = size
+    one = layer((rows, 2 * outputs, width), group, zero_points, device)
+    _poison_what_is_allocated_next(rows, 2 * outputs, config.splits, device)
+    assert_close(int4_gated_linear_many_with(one.x, one.weight, config=config), one.expected_gated())
+
+
+def _poison_what_is_allocated_next(rows: int, outputs: int, splits: int, device: str) -> None:
+    """NaN in memory of the sizes of the output and of the partial sums."""
+    pieces = [torch.full((n, rows, outputs), float("nan"), device=device) for n in (1, splits)]
+    del pieces

@@ -3,16 +3,11 @@
 import pytest
 import torch
 
-from tests.triton_kernels.int4_layer import Layer, assert_close, layer
-from tests.triton_kernels.test_int4_linear_many import poison_what_is_allocated_next
+from tests.triton_kernels.int4_layer import check_tiled, check_tiled_gated, layer
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import default_hopper_config
 from triton_kernels.int4_linear_hopper import OUTPUTS, takes
-from triton_kernels.int4_linear_many import (
-    Int4TiledConfig,
-    int4_gated_linear_many_with,
-    int4_linear_many_with,
-)
+from triton_kernels.int4_linear_many import Int4TiledConfig, int4_linear_many_with
 from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 
 H200 = Gpu((9, 0), 227 << 10, 132)
@@ -51,32 +46,21 @@ def on_hopper(device: str) -> str:
     return device
 
 
-def one_layer(size: tuple[int, int, int], group: int, zero_points: bool, device: str) -> Layer:
-    one = layer(size, group, zero_points, device)
-    assert takes(one.x, one.weight, gated=False)
-    return one
-
-
 @pytest.mark.parametrize(("size", "group", "zero_points", "config"), CASES)
 def test_every_row_and_output_is_computed_and_nothing_else_is_used(
     size, group, zero_points, config, on_hopper
 ):
-    one = one_layer(size, group, zero_points, on_hopper)
-    bias = one.bias if size[0] % 2 else None
-    poison_what_is_allocated_next(size[0], size[1], config.splits, on_hopper)
-    assert_close(int4_linear_many_with(one.x, one.weight, bias, config=config), one.expected(bias))
+    check_tiled(size, group, zero_points, config, on_hopper)
 
 
 @pytest.mark.parametrize(("size", "group", "zero_points", "config"), CASES)
 def test_a_gated_layer_takes_the_gate_from_the_first_half(size, group, zero_points, config, on_hopper):
-    rows, outputs, width = size
-    one = one_layer((rows, 2 * outputs, width), group, zero_points, on_hopper)
-    poison_what_is_allocated_next(rows, 2 * outputs, config.splits, on_hopper)
-    assert_close(int4_gated_linear_many_with(one.x, one.weight, config=config), one.expected_gated())
+    check_tiled_gated(size, group, zero_points, config, on_hopper)
 
 
 def test_the_same_rows_yield_the_same_bits(on_hopper):
-    one = one_layer((256, 1024, 4096), 128, False, on_hopper)
+    one = layer((256, 1024, 4096), 128, False, on_hopper)
+    assert takes(one.x, one.weight, gated=False)
     first = int4_linear_many_with(one.x, one.weight, config=hopper(256, 3))
     for _ in range(20):
         assert torch.equal(int4_linear_many_with(one.x, one.weight, config=hopper(256, 3)), first)

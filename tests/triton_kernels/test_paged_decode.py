@@ -12,15 +12,18 @@ import triton_kernels.decode_config as decode
 import triton_kernels.paged_decode as paged_decode_file
 from triton_kernels.attention_reference import paged_decode_reference
 from triton_kernels.decode_config import DecodeConfig, num_arrivals
+from triton_kernels.gpu import Gpu
 from triton_kernels.paged_decode import (
     Rope,
     _decode_many_over_fp8,
+    _launch_or_hide,
     paged_decode,
     paged_decode_triton,
     rope_paged_decode,
 )
 from triton_kernels.rope_store import rope_store_reference
 
+H200 = Gpu((9, 0), 227 << 10, 132)
 TINY = DecodeConfig(
     block_n=16,
     split_tokens=16,
@@ -309,15 +312,63 @@ def test_kernel_over_fp8_pools_equals_torch_attention(head_dim, page_size, group
 
 
 def test_two_warps_share_a_unit_of_a_middle_batch_over_fp8(device):
-    contexts = [150, 0, 64, *range(1, 19)]
-    heads = (32, 16, 128)
-    batch = decode_batch(13, contexts, *heads, 16, 10, dtype=torch.float16, device=device)
+    batch = decode_batch(
+        13, [150, 0, 64, *range(1, 19)], 32, 16, 128, 16, 10, dtype=torch.float16, device=device
+    )
     batch, exact, scales = with_fp8_pools(batch)
-    config, _ = decode.choose_config(batch.q, *heads, 16, kv_dtype=batch.k_cache.dtype)
-    assert config == decode.MIDDLE
     expected = attention_by_sdpa(exact, 0.1)
-    got = paged_decode_triton(*arguments(batch), 0.1, kv_scales=scales).cpu().double()
+    got = paged_decode_triton(*arguments(batch), 0.1, config=decode.MIDDLE, kv_scales=scales).cpu().double()
     assert (got - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 12, 16])
+def test_the_rows_of_all_kernels_leave_no_configuration_out(num_kv_heads, monkeypatch):
+    monkeypatch.setattr(decode, "gpu_of", lambda device: H200)
+    pool = torch.float8_e4m3fn
+
+    def config_of(rows: int) -> DecodeConfig:
+        q = torch.empty((rows, 4 * num_kv_heads, 128), dtype=torch.bfloat16, device="meta")
+        return decode.choose_config(q, 4 * num_kv_heads, num_kv_heads, 128, 16, kv_dtype=pool)[0]
+
+    for most in (1, 16, 17, 20, 40, 64, 65, 99, 300):
+        shape = decode.DecodeShape(128, 2, 4, num_kv_heads, True)
+        some = decode.rows_of_all_kernels(most, shape, H200)
+        assert most in some
+        assert {config_of(rows) for rows in some} == {config_of(rows) for rows in range(1, most + 1)}
+    middle = [rows for rows in range(1, 130) if config_of(rows) == decode.MIDDLE]
+    assert num_kv_heads != 8 or middle == list(range(41, 65))
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_compiled_decode_over_fp8_is_what_the_kernel_yields(is_rotated, device):
+    batch = decode_batch(15, [40, *range(17)], 4, 2, 32, 16, 3, dtype=torch.float16, device=device)
+    batch, _, scales = with_fp8_pools(batch)
+    rng = torch.Generator().manual_seed(3)
+    q, rope = batch.q, None
+    if is_rotated:
+        q_weight, k_weight = (torch.rand(32, generator=rng).half().to(device) for _ in range(2))
+        positions = (batch.context_len - 1).clamp(min=0)
+        cos_sin = torch.rand((48, 32), generator=rng).to(device)
+        rope = Rope(cos_sin, positions, slots_of_newest(batch), q_weight, k_weight, 1e-3, "keys")
+        q = torch.randn((18, 6 * 32), generator=rng).half().to(device)
+    sinks = torch.randn(4, generator=rng).to(device)
+    arrivals = torch.zeros(num_arrivals(18, 2), dtype=torch.int32, device=device)
+    where = (batch.page_table, batch.row_ids, batch.context_len, 0.1, 9, 5.0)
+    pools = (batch.k_cache.clone(), batch.v_cache.clone())
+    expected = paged_decode_triton(q, *pools, *where, None, scales, rope=rope, sinks=sinks)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    own = (batch.k_cache, batch.v_cache)
+    compiled = torch.compile(_launch_or_hide, backend=keep, fullgraph=True)
+    assert torch.equal(compiled(q, own, where, arrivals, scales, sinks, rope), expected)
+    for pool, expected_pool in zip(own, pools, strict=True):
+        assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))
+    calls = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert calls == ["minisgl.paged_decode_fp8.default"]
 
 
 @pytest.mark.parametrize("is_rotated", [False, True])

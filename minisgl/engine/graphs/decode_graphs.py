@@ -32,13 +32,13 @@ from minisgl.engine.graphs.durations import MeasuredDurations
 from minisgl.engine.graphs.graph_recorder import GraphRecorder
 from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.step.inputs import row_ids_to_device
+from minisgl.engine.step.step_inputs import decode_shapes
 from minisgl.engine.step.steps import DecodeStep, RowLogits, StepOutput
 from minisgl.errors import MinisglError
-from minisgl.layers.attention import Attention
 from minisgl.models.decoder import RunBlock, call_block
-from triton_kernels.decode_config import starts_early
-from triton_kernels.e4m3 import FP8
+from triton_kernels.decode_config import DecodeShape, starts_early
 from triton_kernels.early_start import EARLY_KERNELS
+from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div
 from triton_kernels.linear import MAX_ROWS
 
@@ -259,7 +259,7 @@ class CapturedSteps:
         num_rows = row_ids.shape[0]
         early = None
         if num_rows <= self._early_rows:
-            early = early_kernels(num_rows, self._step.model.attention_layers())
+            early = early_kernels(num_rows, decode_shapes(self._step.model), gpu_of(row_ids.device))
         self._replays[num_rows] = self._recorder.record(lambda: self._step.run(row_ids), early=early)
 
     def replay(self, row_ids: Tensor) -> StepOutput:
@@ -272,18 +272,9 @@ class CapturedSteps:
         self._recorder.release()
 
 
-def early_kernels(num_rows: int, layers: Iterable[Attention]) -> Mapping[str, str | None]:
+def early_kernels(num_rows: int, shapes: Iterable[DecodeShape], gpu: Gpu) -> Mapping[str, str | None]:
     """The EARLY_KERNELS that start early in a step of `num_rows` rows; attention if all layers gain by it."""
-    if all(
-        starts_early(
-            num_rows,
-            layer.num_kv_heads,
-            layer.head_dim,
-            layer.num_heads // layer.num_kv_heads,
-            layer.k_cache.dtype == FP8,
-        )
-        for layer in layers
-    ):
+    if all(starts_early(num_rows, shape, gpu) for shape in shapes):
         return EARLY_KERNELS
     return {name: before for name, before in EARLY_KERNELS.items() if name != "_paged_decode_kernel"}
 

@@ -4,7 +4,7 @@ Promise: no real data is touched. All rows are the padding row, and no new token
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,13 @@ from minisgl.engine.step.attention_planner import AttentionPlanner
 from minisgl.engine.step.inputs import PrefillBatch, Stager, pack_saves
 from minisgl.engine.step.logits import LogitTables
 from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.step_inputs import decode_shapes
 from minisgl.engine.step.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.layers.attention import Attention
 from minisgl.model_config.config import FP8_CACHE
 from minisgl.models.decoder import Decoder, RunBlock, call_block
-from triton_kernels.decode_config import FEW_ROWS
+from triton_kernels.decode_config import FEW_ROWS, rows_of_all_kernels
+from triton_kernels.gpu import gpu_of
 from triton_kernels.launch import align_down, align_up
 from triton_kernels.token_mask import num_mask_words, token_mask
 
@@ -56,7 +58,7 @@ def measure_peaks(
     batch = padding_batch(largest, rows, device)
     planner.plan_padding_prefill(largest.rows, largest.row_tokens)
     row_ids = torch.full((rows.max_rows,), rows.max_rows, dtype=torch.int32, device=device)
-    for count in decode_sizes(config):
+    for count in decode_sizes(config, model, device):
         planner.plan_decode((), count)
         decode(row_ids[:count])
 
@@ -81,13 +83,14 @@ def compile_ahead(
     Several ranks must do it at the same time, because NCCL's collectives still run.
     """
     model, rows = decode.model, decode.rows
-    sizes = largest_prefills(config) + warm_up_sizes(config)
+    num_decodes = decode_sizes(config, model, device)
+    sizes = largest_prefills(config) + warm_up_sizes(config, num_decodes)
     run_block = run_distinct_blocks(model)
     with compile_kernels_in_parallel(max(1, (os.cpu_count() or 1) // config.ranks_per_host)):
         for size in sizes:
             planner.plan_padding_prefill(size.rows, size.row_tokens)
             prefill_step(model, rows, padding_batch(size, rows, device), run_block)
-        for count in decode_sizes(config):
+        for count in num_decodes:
             planner.plan_decode((), count)
             row_ids = torch.full((count,), rows.max_rows, dtype=torch.int32, device=device)
             zeros = torch.zeros_like(row_ids)
@@ -97,10 +100,10 @@ def compile_ahead(
             launch_extras(logits)
 
 
-def decode_sizes(config: ResolvedConfig) -> tuple[int, int]:
-    """Rows of the decode dry runs: few, and the largest number."""
-    num_rows = config.max_running_requests
-    return min(num_rows, FEW_ROWS), num_rows
+def decode_sizes(config: ResolvedConfig, model: Decoder, device: torch.device) -> list[int]:
+    """Rows of the decode dry runs: few, the largest number, and what else has kernels of its own."""
+    most, gpu = config.max_running_requests, gpu_of(device)
+    return sorted({rows for shape in decode_shapes(model) for rows in rows_of_all_kernels(most, shape, gpu)})
 
 
 class DryPrefill(NamedTuple):
@@ -186,7 +189,7 @@ def warm_up_prefill(
     """Run prefill steps that compile the kernels for chunks of any length, and the kernels of extras."""
     run_block = run_distinct_blocks(model)
     output = None
-    for size in warm_up_sizes(config):
+    for size in warm_up_sizes(config, decode_sizes(config, model, device)):
         planner.plan_padding_prefill(size.rows, size.row_tokens)
         output = prefill_step(model, rows, padding_batch(size, rows, device), run_block)
     if output is not None and output.logits is not None:
@@ -204,12 +207,15 @@ def launch_extras(logits: Tensor) -> None:
     token_mask(logits, zeros, zeros.new_zeros(1, num_mask_words(vocab_size)))
 
 
-def warm_up_sizes(config: ResolvedConfig) -> list[DryPrefill]:
+def warm_up_sizes(config: ResolvedConfig, num_decodes: Iterable[int]) -> list[DryPrefill]:
     """The sizes that together compile every kernel variant of prefill.
 
     The small sizes cover the counts that Triton specializes (1, a multiple of 16, any other) and the launch
     configurations of few and of more rows. Powers of two cover the configurations that depend on the number
-    of tokens. Joined decodes are as few and as many as possible.
+    of tokens.
+
+    Args:
+        num_decodes: how many decodes join a prompt, if any do.
     """
     sizes = [
         DryPrefill(num_rows, row_tokens)
@@ -219,7 +225,7 @@ def warm_up_sizes(config: ResolvedConfig) -> list[DryPrefill]:
     longest_chunk = min(config.chunk_tokens, config.max_context_tokens)
     sizes += [DryPrefill(1, row_tokens) for row_tokens in _doubled(longest_chunk)]
     if max_joined_decodes(config):
-        sizes += [DryPrefill(1, 16, align_up(decodes)) for decodes in decode_sizes(config)]
+        sizes += [DryPrefill(1, 16, align_up(decodes)) for decodes in num_decodes]
     return sizes + unpacking_prefills(config)
 
 

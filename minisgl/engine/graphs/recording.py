@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 EARLY_ROWS = 128
 """Most rows of a decode step with early starts. They gain nothing in larger steps."""
 EARLY_ROWS_OF_INT4 = 256
-"""The same for models of 4-bit layers without experts, where they gain 1 %."""
+"""The same for models of 4-bit layers without experts. Measured with Llama-3.1-8B: a step takes 1 % less."""
 EARLY_ROWS_OF_RANKS = 64
 """The same for several ranks. More rows were not tried."""
 

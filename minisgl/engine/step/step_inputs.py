@@ -11,7 +11,8 @@ from minisgl.attention.torch import with_rows_of_a_cpu
 from minisgl.engine.step.inputs import PrefillBatch
 from minisgl.engine.step.rows import Rows
 from minisgl.models.decoder import Decoder
-from triton_kernels.decode_config import num_arrivals
+from triton_kernels.decode_config import DecodeShape, num_arrivals
+from triton_kernels.e4m3 import FP8
 
 
 def decode_inputs(
@@ -66,6 +67,21 @@ def _decode_inputs(
         arrivals=arrivals,
     )
     return with_rows_of_a_cpu(inputs, rows.page_size)
+
+
+def decode_shapes(model: Decoder) -> set[DecodeShape]:
+    """The shapes of all layers' decode attention on this rank, with the pools that they have now."""
+    element_size = next(model.parameters()).element_size()
+    return {
+        DecodeShape(
+            layer.head_dim,
+            element_size,
+            layer.num_heads // layer.num_kv_heads,
+            layer.num_kv_heads,
+            layer.k_cache.dtype == FP8,
+        )
+        for layer in model.attention_layers()
+    }
 
 
 def most_kv_heads(model: Decoder) -> int:
