@@ -51,7 +51,7 @@ MIDDLE = DecodeConfig(64, 256, MAX_SPLITS, 2, 3, 4, 4, 4)
 
 
 class DecodeShape(NamedTuple):
-    """What a layer's configurations depend on, besides the number of rows."""
+    """The shape of a layer's decode attention: with the number of rows, it decides the configuration."""
 
     head_dim: int
     element_size: int  # bytes of an element of the queries
@@ -91,14 +91,14 @@ def choose_config(
         return config, rows
     few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     group = num_heads // num_kv_heads
-    shape = (head_dim, x.element_size(), group, num_kv_heads)
-    config = DecodeConfig(*_default(x.device, *shape, few_rows, is_fp8))
-    shared = warps_share(*shape, is_fp8)
+    shape = DecodeShape(head_dim, x.element_size(), group, num_kv_heads, is_fp8)
+    config = DecodeConfig(*_default(x.device, *shape[:4], few_rows, is_fp8))
+    shared = warps_share(shape)
     if few_rows and shared is not None:
         return config, tier_rows(num_kv_heads, head_dim, shared.tiers)
-    # No bound that torch.compile would compile anew for: see `_launch_or_hide` in paged_decode.py.
-    is_seen = few_rows or torch.compiler.is_compiling()
-    if not is_seen and is_fp8 and is_middle(x.shape[0], DecodeShape(*shape, is_fp8), gpu_of(x.device)):
+    # torch.compile must not see this bound, or it compiles anew there: `_launch_or_op` in paged_decode.py.
+    may_branch = not few_rows and not torch.compiler.is_compiling()
+    if may_branch and is_fp8 and is_middle(x.shape[0], shape, gpu_of(x.device)):
         return MIDDLE, rows
     exact, near = (head_dim, group), (num_kv_heads, page_size)
     op = "paged_decode_fp8" if is_fp8 else "paged_decode"
@@ -138,7 +138,7 @@ def default_decode_config(
         few_rows: for batches of up to FEW_ROWS.
         is_fp8: the pools hold e4m3, not what the queries are.
     """
-    shared = warps_share(head_dim, element_size, group, num_kv_heads, is_fp8)
+    shared = warps_share(DecodeShape(head_dim, element_size, group, num_kv_heads, is_fp8))
     if few_rows and shared is not None:
         return decode_that_fits(shared.config, head_dim, element_size, group, gpu, is_fp8)
     num_warps = max(1, next_power_of_2(head_dim) * block_g(group) // 1024)
@@ -176,15 +176,14 @@ def decode_that_fits(
     return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes, other_bytes))
 
 
-def warps_share(
-    head_dim: int, element_size: int, group: int, num_kv_heads: int, is_fp8: bool
-) -> SharedUnits | None:
+def warps_share(shape: DecodeShape) -> SharedUnits | None:
     """The configuration of batches of up to FEW_ROWS in which several warps share a unit; None = one does.
 
     The GPU has room for more warps than such a batch has units, and a unit of wide heads, of many query heads
     or of e4m3, whose products take longer than its bytes, is much work: several warps finish it sooner.
     Measured on an H200, with heads of 64, 256 and 512 those of the models named here.
     """
+    head_dim, element_size, group, num_kv_heads, is_fp8 = shape
     if element_size != 2:
         return None
     if head_dim == 128 and num_kv_heads <= 4 < group:
@@ -203,11 +202,10 @@ def warps_share(
 
 
 def is_middle(num_rows: int, shape: DecodeShape, gpu: Gpu) -> bool:
-    """Whether two warps share a unit although the batch has more than FEW_ROWS rows.
+    """Whether the batch is a middle one: more than FEW_ROWS rows, and two warps share a unit.
 
-    So it is in the third tier over pools of e4m3, while the batch has no more units than programs run at
-    once: one warp for each unit would wait for its own products there. With 8 KV heads these are 41 to 64
-    rows. Measured on an H200.
+    True in the third tier over pools of e4m3 if all units run at once. A single warp would wait for its own
+    products there. With 8 KV heads the batch has 41 to 64 rows. Measured on an H200.
     """
     if not gpu.is_hopper or gpu.multiprocessors < MIDDLE_MULTIPROCESSORS:
         return False
@@ -231,10 +229,10 @@ def rows_of_all_kernels(most_rows: int, shape: DecodeShape, gpu: Gpu) -> list[in
 
 
 def starts_early(num_rows: int, shape: DecodeShape, gpu: Gpu) -> bool:
-    """Whether a batch gains if attention starts while the kernel before it ends.
+    """Whether a step is faster if attention starts while the kernel before it ends.
 
-    In large batches each multiprocessor gets a few long units, and an early start shares them out unevenly;
-    less so in a middle one.
+    In large batches each multiprocessor gets a few long units, and an early start distributes them unevenly;
+    less so in a middle batch.
     """
     return num_rows * shape.num_kv_heads <= EARLY_UNITS or is_middle(num_rows, shape, gpu)
 
@@ -280,12 +278,12 @@ def fewest_alike(
     Valid if no config is given.
     """
     changes = tier_rows(num_kv_heads, head_dim, _tiers(is_fp8))
-    shape = (head_dim, element_size, num_heads // num_kv_heads, num_kv_heads)
-    shared = warps_share(*shape, is_fp8)
+    shape = DecodeShape(head_dim, element_size, num_heads // num_kv_heads, num_kv_heads, is_fp8)
+    shared = warps_share(shape)
     if shared is not None:
         few = tier_rows(num_kv_heads, head_dim, shared.tiers)
         changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
     most = MIDDLE_UNITS // num_kv_heads
-    if _may_be_middle(most, DecodeShape(*shape, is_fp8)):
+    if _may_be_middle(most, shape):
         changes.append(most)
     return 1 + max((rows for rows in changes if rows < num_rows), default=0)

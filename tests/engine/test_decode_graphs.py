@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 from minisgl.attention.backends import select
+from minisgl.engine.graphs import recording
 from minisgl.engine.graphs.buckets import decode_buckets
 from minisgl.engine.graphs.decode_graphs import (
     CapturedSteps,
@@ -204,6 +205,28 @@ def test_kernels_of_larger_steps_start_early_with_4_bit_layers() -> None:
     assert early_rows(nn.Linear(4, 4)) == 128
     assert early_rows(nn.ModuleList([nn.Linear(4, 4), quantized])) == 256
     assert early_rows(nn.ModuleList([quantized, Experts()])) == 128
+
+
+def test_one_rank_records_more_early_starts_than_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Recorded(Exception):
+        pass
+
+    def captured(*arguments: Any, early_rows: int, **options: Any) -> None:
+        seen.append(early_rows)
+        raise Recorded
+
+    monkeypatch.setattr(recording, "CapturedSteps", captured)
+    quantized = Int4Weight(64, (16,), Int4Scheme(Int4Layout.AWQ, 64), torch.float32, CPU, bias=False)
+    none: Any = None
+    for model, ranks in ((nn.Linear(4, 4), None), (quantized, None), (quantized, object())):
+        config: Any = SimpleNamespace(kernel=())
+        step: Any = SimpleNamespace(model=model)
+        some: Any = ranks
+        with pytest.raises(Recorded):
+            recording._record_graphs(config, step, none, none, "layers", BUCKETS, CPU, some)
+    assert seen == [128, 256, 64]
 
 
 def test_torch_compiles_blocks_in_this_process() -> None:

@@ -16,7 +16,7 @@ from triton_kernels.gpu import Gpu
 from triton_kernels.paged_decode import (
     Rope,
     _decode_many_over_fp8,
-    _launch_or_hide,
+    _launch_or_op,
     paged_decode,
     paged_decode_triton,
     rope_paged_decode,
@@ -251,7 +251,8 @@ def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
 @pytest.mark.parametrize("num_rows", [3, 17])
 def test_several_warps_share_a_unit_of_few_rows(num_rows, heads, device):
     """The default configuration, which is another one for few rows."""
-    assert decode.warps_share(heads[2], 2, heads[0] // heads[1], heads[1], False) is not None
+    shape = decode.DecodeShape(heads[2], 2, heads[0] // heads[1], heads[1], False)
+    assert decode.warps_share(shape) is not None
     batch = decode_batch(
         11, [300, 0, 129, *[5] * 14][:num_rows], *heads, 16, 20, dtype=torch.float16, device=device
     )
@@ -363,7 +364,7 @@ def test_compiled_decode_over_fp8_is_what_the_kernel_yields(is_rotated, device):
         return graph
 
     own = (batch.k_cache, batch.v_cache)
-    compiled = torch.compile(_launch_or_hide, backend=keep, fullgraph=True)
+    compiled = torch.compile(_launch_or_op, backend=keep, fullgraph=True)
     assert torch.equal(compiled(q, own, where, arrivals, scales, sinks, rope), expected)
     for pool, expected_pool in zip(own, pools, strict=True):
         assert torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8))

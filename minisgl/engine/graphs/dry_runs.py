@@ -101,7 +101,7 @@ def compile_ahead(
 
 
 def decode_sizes(config: ResolvedConfig, model: Decoder, device: torch.device) -> list[int]:
-    """Rows of the decode dry runs: few, the largest number, and what else has kernels of its own."""
+    """The numbers of rows of the decode dry runs. Together they run every kernel of decode attention."""
     most, gpu = config.max_running_requests, gpu_of(device)
     return sorted({rows for shape in decode_shapes(model) for rows in rows_of_all_kernels(most, shape, gpu)})
 

@@ -300,6 +300,7 @@ def _decode_tuning(is_fp8: bool) -> Tuning:
     return Tuning(
         files=(
             "paged_decode.py",
+            "paged_decode_kernel.py",
             "decode_splits.py",
             "decode_config.py",
             *(("fp8_cache.py",) if is_fp8 else ()),
