@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType
 
+from minisgl.engine.graphs.decode_graphs import early_kernels
 from minisgl.engine.graphs.early_starts import instantiate_with_early_starts
-from triton_kernels.decode_config import DecodeShape, num_arrivals, starts_early
-from triton_kernels.early_start import EARLY_KERNELS
+from minisgl.engine.graphs.recording import EARLY_ROWS, EARLY_ROWS_OF_INT4
+from triton_kernels.decode_config import DecodeShape, num_arrivals
 from triton_kernels.fp8_linear import fp8_gated_linear_then_round, fp8_linear
 from triton_kernels.gpu import gpu_of
 from triton_kernels.int4_linear import int4_gated_linear, int4_linear
@@ -30,8 +31,6 @@ from triton_kernels.quantize_int4 import quantize_weight_int4
 from triton_kernels.rms_norm import add_rms_norm
 from triton_kernels.rms_norm_fp8 import add_rms_norm_fp8
 
-EARLY_ROWS, EARLY_ROWS_OF_INT4 = 128, 256
-"""As in the engine's graphs: minisgl/engine/graphs/recording.py."""
 HIDDEN, WIDE, HEADS, KV_HEADS, DIM, PAGE = 4096, 14336, 32, 8, 128, 16
 SHAPES = {
     "qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
@@ -155,9 +154,7 @@ class Chain:
     def early(self) -> Mapping[str, str | None]:
         """The kernels that start early in the engine's graphs, if any do."""
         shape = DecodeShape(DIM, 2, HEADS // KV_HEADS, KV_HEADS, self.fmt == "fp8-kv")
-        is_early = starts_early(self.rows, shape, gpu_of(self.x.device))
-        late = set() if is_early else {"_paged_decode_kernel"}
-        return {name: before for name, before in EARLY_KERNELS.items() if name not in late}
+        return early_kernels(self.rows, [shape], gpu_of(self.x.device))
 
     def capture(
         self, stages: Mapping[str, Stage | None], early: Mapping[str, str | None] | None = None
